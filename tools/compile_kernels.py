@@ -25,7 +25,7 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from fledge.kernels import _overlap
-from tests.unit.kernels import admit_cases, cases, expert_cases, tree_cases
+from tests.unit.kernels import admit_cases, cases, expert_cases, quantized_cases, tree_cases
 from tests.unit.kernels.test_round_ends import test_both_ends_of_a_round as round_ends
 
 BF16, CPU = torch.bfloat16, "cpu"
@@ -46,6 +46,11 @@ CASES: dict[str, Callable[[], None]] = {
     "experts tiles": partial(expert_cases.experts, 16, 16, 8, 2048, 768, BF16, CPU, 7.0),
     "draft_input": partial(cases.draft_input, 5, 2048, BF16, CPU),
 }
+for kind, group, with_zeros in quantized_cases.KINDS:
+    product = partial(quantized_cases.quantized_linear, columns=1024, size=2048, dtype=BF16, device=CPU)
+    for rows in (4, 64, 300):
+        alone = partial(product, rows=rows, kinds=[(kind, group, with_zeros)])
+        CASES[f"quantized_linear {kind} {group} {with_zeros} {rows}"] = alone
 for norm in (False, True):
     CASES[f"rope_store {norm=}"] = partial(cases.rope_store, 18, 32, 8, 128, BF16, CPU, norm=norm)
 for head_dim in (64, 128):

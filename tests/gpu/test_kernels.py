@@ -16,13 +16,14 @@ if torch.cuda.is_available():
 
 from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
+from fledge.kernels.skinny_quantized import choose_launch
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.layers.block import SparseMLP
 from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
 from fledge.layers.paged_cache import PagedCache
 from fledge.layers.rope import RotaryEmbedding
 from tests.gpu.script import run_checks
-from tests.unit.kernels import admit_cases, cases, expert_cases
+from tests.unit.kernels import admit_cases, cases, expert_cases, quantized_cases
 
 GPU = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -77,6 +78,22 @@ def skinny_linear() -> None:
         for rows in (1, 3, 8, 9, 16):
             for columns, size in ((28672, 4096), (6144, 4096), (4096, 14336), (2048, 2048), (3072, 2048), (1001, 512)):
                 cases.skinny_linear(rows, columns, size, dtype, GPU)
+
+
+@check
+def quantized_linear() -> None:
+    for kind, group, with_zeros in quantized_cases.KINDS:
+        weight = quantized_cases.quantized(kind, 1001, 2048, group, with_zeros=with_zeros, device=GPU)
+        for dtype in cases.DTYPES:
+            quantized_cases.dequantized(weight, dtype)
+        for rows in (1, 5, 16, 64):
+            launch = choose_launch(weight, rows=rows, processors=132)
+            assert launch is not None
+            for dtype in (BF16, FP16):
+                quantized_cases.skinny_quantized(rows, weight, dtype, GPU, launch=launch)
+    for rows in (1, 16, 17, 300):
+        for columns, size in ((6144, 4096), (1000, 1024), (256, 384)):
+            quantized_cases.quantized_linear(rows, columns, size, BF16, GPU)
 
 
 @check

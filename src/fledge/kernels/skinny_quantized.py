@@ -86,7 +86,7 @@ def skinny_quantized_triton(
     if splits > 1:
         assert rows.shape[0] <= block_m
         sums = torch.empty(splits, blocks, launch["BLOCK_N"] * block_m, dtype=torch.float32, device=x.device)
-        counts = _counts(x.device)
+        counts = split_counts(x.device)
     _kernel[triton.cdiv(rows.shape[0], block_m), blocks, splits](
         rows,
         weight.codes.view(torch.uint8),
@@ -114,8 +114,11 @@ def skinny_quantized_triton(
 
 
 @functools.cache
-def _counts(device: torch.device) -> Tensor:
-    """How many programs have left their sums, for each block of rows: all zero between kernels of a stream."""
+def split_counts(device: torch.device) -> Tensor:
+    """How many programs have left their sums, for each block of rows: all zero between kernels of a stream.
+
+    To be called once before any kernel is captured in a graph, whose memory is its own.
+    """
     return torch.zeros(8192, dtype=torch.int32, device=device)
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.quantized_linear import QuantizedWeight, dequantize, in_spans, quantized_linear
+from fledge.kernels.skinny_quantized import split_counts
 
 
 class QuantizedLinear(nn.Module):
@@ -19,6 +20,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         if quantized.codes.is_cuda:
             quantized = in_spans(quantized)
+            split_counts(quantized.codes.device)
         self.span = quantized.span
         self.kind, self.group_size = quantized.kind, quantized.group_size
         self.in_features, self.out_features = quantized.columns, len(quantized.scales)

@@ -3,12 +3,15 @@
 import torch
 import torch.nn.functional as F
 
+from fledge.kernels import quantized_linear as multiplying
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.quantized_linear import Kind, QuantizedWeight, dequantize, in_spans, pack_halves
 from fledge.kernels.skinny_quantized import Launch, skinny_quantized_triton
 from tests.unit.kernels.cases import INTERPRETED, close, randn
+from tests.unit.kernels.interpreter import in_triton
 
-KINDS: list[tuple[Kind, int | None, bool]] = [  # codes, group or whole rows, with zero points
+Case = tuple[Kind, int | None, bool]
+KINDS: list[Case] = [  # codes, group or whole rows, with zero points
     ("fp8", None, False),
     ("fp8", 128, False),
     ("int8", None, False),
@@ -46,6 +49,18 @@ def quantized(
             zeros=torch.randint(-8, 8, (rows, groups), device=device).to(torch.int8) if with_zeros else None,
         )
     )
+
+
+def quantized_linear(
+    rows: int, columns: int, size: int, dtype: torch.dtype, device: str, *, kinds: list[Case] = KINDS
+) -> None:
+    """The public function with every kind, whichever kernel it takes: the matrix may be rounded to `dtype`."""
+    x, bias = randn(rows, size, dtype=dtype, device=device), randn(columns, dtype=dtype, device=device)
+    for kind, group, with_zeros in kinds:
+        weight = quantized(kind, columns, size, group, with_zeros=with_zeros, device=device)
+        exact = F.linear(x.double(), dequantize(weight).double(), bias.double())
+        out = in_triton(multiplying.quantized_linear)(x, weight, bias)
+        close(out, exact.to(dtype), 2, size=float(exact.abs().max()))
 
 
 def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:

@@ -35,7 +35,8 @@ def dequantize_rows_triton(weight: "QuantizedWeight", first: int, count: int, dt
         HALVES=weight.columns // length,
         SPAN=weight.span,
         GROUP=weight.columns if groups == 1 else weight.group_size,
-        GROUPS=groups,
+        ROW_STRIDE=weight.scales.stride(0),
+        GROUP_STRIDE=weight.scales.stride(1),
         ZEROS=weight.zeros is not None,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,
@@ -58,7 +59,8 @@ def _kernel(
     HALVES: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    GROUP_STRIDE: tl.constexpr,
     ZEROS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -71,7 +73,7 @@ def _kernel(
     low, high = decode(codes, KIND, HALVES, tl.float32, None, False)
     for half in tl.static_range(HALVES):
         column = byte if HALVES == 1 else byte // SPAN * (2 * SPAN) + byte % SPAN + half * SPAN
-        group = source * GROUPS + (column // GROUP)[None, :]
+        group = source * ROW_STRIDE + (column // GROUP * GROUP_STRIDE)[None, :]
         value = low if half == 0 else high
         if ZEROS:
             value -= tl.load(zeros_ptr + group, mask=inside, other=0).to(tl.float32)

@@ -126,13 +126,16 @@ def pack_halves(values: Tensor) -> Tensor:
     return values[:, ::2] | (values[:, 1::2] << 4)
 
 
-def in_spans(weight: QuantizedWeight, span: int | None = None) -> QuantizedWeight:
-    """The same matrix in the layout that the GPU's kernels read: see `QuantizedWeight.span`.
+def for_gpu(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same matrix in the layout that the GPU's kernels read.
 
-    A span is 64 columns, or a group where that is less; none where the columns are not whole pairs of them.
+    Scales and zero points of neighbouring rows are neighbours, in 32 bits: the least that is copied asynchronously.
+    Of codes in four bits, a `span` is 64 columns, or a group where that is less; the codes stay as they are where the
+    columns are not whole pairs of spans.
     """
-    if span is None:
-        span = min(MAX_SPAN, weight.group_size)
+    zeros = None if weight.zeros is None else weight.zeros.float().T.contiguous().T
+    weight = replace(weight, scales=weight.scales.float().T.contiguous().T, zeros=zeros)
+    span = min(MAX_SPAN, weight.group_size)
     if BITS[weight.kind] == 8 or span < MIN_SPAN or weight.columns % (2 * span) or span == weight.span:
         return weight
     spans = weight.codes.unflatten(1, (-1, weight.span))

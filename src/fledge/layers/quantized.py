@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.quantized_linear import QuantizedWeight, dequantize, in_spans, quantized_linear
-from fledge.kernels.skinny_quantized import split_counts
+from fledge.kernels.quantized_linear import QuantizedWeight, dequantize, for_gpu, quantized_linear
 
 
 class QuantizedLinear(nn.Module):
@@ -19,8 +18,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         if quantized.codes.is_cuda:
-            quantized = in_spans(quantized)
-            split_counts(quantized.codes.device)
+            quantized = for_gpu(quantized)
         self.span = quantized.span
         self.kind, self.group_size = quantized.kind, quantized.group_size
         self.in_features, self.out_features = quantized.columns, len(quantized.scales)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from fledge.kernels import quantized_linear as multiplying
 from fledge.kernels.dequantize import dequantize_rows_triton
-from fledge.kernels.quantized_linear import Kind, QuantizedWeight, dequantize, in_spans, pack_halves
+from fledge.kernels.quantized_linear import Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
 from fledge.kernels.skinny_quantized import Launch, skinny_quantized_triton
 from tests.unit.kernels.cases import INTERPRETED, close, randn
 from tests.unit.kernels.interpreter import in_triton
@@ -39,7 +39,7 @@ def quantized(
     else:
         codes = pack_halves(codes)
     groups = 1 if group is None else columns // group
-    return in_spans(
+    return for_gpu(
         QuantizedWeight(
             kind=kind,
             columns=columns,

@@ -23,13 +23,12 @@ def test_skinny_quantized(kind, group, with_zeros):
     cases.dequantized(weight, torch.float32)
     launch: Launch = {
         "WIDE": True,
+        "SCALED": False,
         "BLOCK_M": 16,
         "BLOCK_N": 16,
         "BLOCK_K": block,
-        "SPLITS": 1,
-        "PREFETCH": 0,
         "num_warps": 4,
         "num_stages": 3,
     }
     cases.skinny_quantized(18, weight, torch.float32, CPU, launch=launch)
-    cases.skinny_quantized(3, weight, torch.float32, CPU, launch={**launch, "WIDE": False, "SPLITS": 2})
+    cases.skinny_quantized(3, weight, torch.float32, CPU, launch={**launch, "WIDE": False})

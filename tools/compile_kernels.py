@@ -48,7 +48,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 for kind, group, with_zeros in quantized_cases.KINDS:
     product = partial(quantized_cases.quantized_linear, columns=1024, size=2048, dtype=BF16, device=CPU)
-    for rows in (4, 64, 300):
+    for rows in (4, 64, 256, 300):
         alone = partial(product, rows=rows, kinds=[(kind, group, with_zeros)])
         CASES[f"quantized_linear {kind} {group} {with_zeros} {rows}"] = alone
 for norm in (False, True):

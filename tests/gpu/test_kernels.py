@@ -82,18 +82,16 @@ def skinny_linear() -> None:
 
 @check
 def quantized_linear() -> None:
-    for kind, group, with_zeros in quantized_cases.KINDS:
+    kinds = [quantized_cases.KINDS[i] for i in (0, 1, 4, 6, 9, 10)]  # each takes seconds to compile
+    for kind, group, with_zeros in kinds:
         weight = quantized_cases.quantized(kind, 1001, 2048, group, with_zeros=with_zeros, device=GPU)
-        for dtype in cases.DTYPES:
-            quantized_cases.dequantized(weight, dtype)
-        for rows in (1, 5, 16, 64):
+        quantized_cases.dequantized(weight, BF16)
+        for rows in (5, 40, 100):
             launch = choose_launch(weight, rows=rows, processors=132)
             assert launch is not None
-            for dtype in (BF16, FP16):
-                quantized_cases.skinny_quantized(rows, weight, dtype, GPU, launch=launch)
-    for rows in (1, 16, 17, 300):
-        for columns, size in ((6144, 4096), (1000, 1024), (256, 384)):
-            quantized_cases.quantized_linear(rows, columns, size, BF16, GPU)
+            quantized_cases.skinny_quantized(rows, weight, BF16, GPU, launch=launch)
+    for rows, size in ((3, 2048), (300, 384)):
+        quantized_cases.quantized_linear(rows, 256, size, FP16, GPU, kinds=kinds[2:4])
 
 
 @check

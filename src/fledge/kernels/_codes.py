@@ -51,7 +51,8 @@ def _power_of_two(EXPONENT: tl.constexpr):
 
 
 # Two bytes to bfloat16, exactly. An integer is or-ed into the mantissa of 128 (0x4300), from which that is subtracted;
-# a float is moved to where the bits of a bfloat16 are, and multiplied to make up for the other bias.
+# a float is moved to where the bits of a bfloat16 are, and multiplied to make up for the other bias; of eight bits, by
+# multiplications too, which leave the unit for logic free.
 _PAIR = {
     "int8": """
         lop3.b32 b, a, 0x00800080, 0xC300C300, 0xEA;
@@ -59,9 +60,9 @@ _PAIR = {
         fma.rn.bf16x2 {low}, a, one, b;
     """,
     "fp8": """
-        and.b32 b, a, 0x80008000;
-        shr.b32 a, a, 4;
-        lop3.b32 a, a, 0x07F007F0, b, 0xEA;
+        and.b32 b, a, 0x00800080;
+        mul.lo.u32 a, a, 16;
+        mad.lo.u32 a, b, 0xF0, a;
         fma.rn.bf16x2 {low}, a, unit, nought;
     """,
     "int4": """
@@ -85,7 +86,7 @@ _PAIR = {
     """,
 }
 _UNITS = {"fp8": "0x7B807B80", "fp4": "0x7E807E80"}  # 2^120 and 2^126, twice
-_LOW_BYTES, _HIGH_BYTES = ("0x4140", "0x4342"), ("0x1404", "0x3424")  # of the halves of a word, for `prmt`
+_LOW_BYTES = ("0x4140", "0x4342")  # of the halves of a word, for `prmt`
 
 
 @functools.cache
@@ -99,6 +100,6 @@ def assembly(kind: str, *, wide: bool) -> str:
         f"mov.b32 unit, {_UNITS.get(kind, 0)};",
         f"cvt.u32.u16 word, {source};" if wide else f"mov.b32 word, {source};",
     ]
-    for pair, bytes_ in zip(range(pairs), _HIGH_BYTES if kind == "fp8" else _LOW_BYTES, strict=False):
+    for pair, bytes_ in zip(range(pairs), _LOW_BYTES, strict=False):
         lines += [f"prmt.b32 a, word, 0, {bytes_};", _PAIR[kind].format(low=f"${pair}", high=f"${pairs + pair}")]
     return "\n".join([*lines, "}"])

@@ -40,7 +40,7 @@ class QuantizedWeight:
     group_size: int  # columns that share a scale; the last group may have fewer
     codes: Tensor
     scales: Tensor  # [rows, groups], a floating-point dtype in which they are exact
-    zeros: Tensor | None = None  # int8 [rows, groups]; None: all zero, as always for floating-point codes
+    zeros: Tensor | None = None  # [rows, groups], small integers; None: all zero, as always for floating-point codes
     order: Tensor | None = None  # int64 [columns]: column i of the codes is this column of the matrix (act-order)
     span: int = 1  # columns from the code in a byte's low half to that in the high one
 
@@ -64,7 +64,7 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias for x [..., columns] and bias [rows]: on a GPU from the codes where x has few rows."""
+    """Return x W^T + bias for x [..., columns] and bias [rows]: on a GPU from the codes, unless x has many."""
     if runs_triton(x, weight.codes, bias) and x.numel() > 0:
         x = x if weight.order is None else x.index_select(-1, weight.order)
         rows = x.numel() // x.shape[-1]

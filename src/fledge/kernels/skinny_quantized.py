@@ -1,14 +1,17 @@
 """Few rows times a matrix in eight or four bits, x W^T + bias: `skinny_linear` for a `QuantizedWeight`.
 
-Codes become numbers of x's dtype in registers, where every one of them is exact. A step along the rows of W stays
-within a group, so its scale, in float32, is applied to the sum of the step's products; where a row is one group, to
-the sum of all. A program walks along its rows of W wide or narrow, as in `skinny_linear`.
+Codes become numbers of x's dtype in registers, where every one of them is exact. A program walks along its rows of W
+wide or narrow, as in `skinny_linear`. A step stays within a group, so its scale, in float32, is applied to the sum of
+the step's products; where a row is one group, to the sum of all. With tens of rows of x there are more sums than
+numbers of W in a step: then it is applied to these (SCALED).
 
 Codes of four bits are read as two tiles, the low halves and the high ones; so the two codes of a byte have to be as
-many columns apart as a tile has (`QuantizedWeight.span`).
+many columns apart as a tile has (`QuantizedWeight.span`). Scales and zero points of a step are one short run of 32-bit
+numbers, which is copied to shared memory some steps ahead like codes and x.
 
-Tolerance: scales are not rounded to x's dtype, as those of a dequantised matrix are, and products are summed in
-float32. A row's result does not depend on the other rows, for one launch.
+Tolerance: products are summed in float32. Scales are not rounded to x's dtype, as those of a dequantised matrix are,
+unless SCALED: then they are, and so are their products with the codes. A row's result does not depend on the other
+rows, for one launch.
 """
 
 from typing import TYPE_CHECKING, TypedDict
@@ -41,16 +44,18 @@ class Launch(TypedDict):
 def choose_launch(weight: "QuantizedWeight", *, rows: int, processors: int) -> Launch | None:
     """Return how to cut the work, or None where a dequantised matrix is faster or the kernel does not take this one."""
     columns, length = len(weight.scales), weight.codes.shape[1]
-    is_packed = length < weight.columns
+    is_tall, is_packed = columns >= 128 * processors, length < weight.columns
     launch: Launch = {
-        "WIDE": rows > 8,
+        "WIDE": rows > 16,
         "SCALED": rows > 64,
-        "BLOCK_M": 128 if rows > 64 else 64,
-        "BLOCK_N": 32 if rows <= 8 else 128 if rows > 64 else 64,
-        "BLOCK_K": weight.span if is_packed else 64 if rows > 64 else 128,
-        "num_warps": 8 if rows > 64 else 4,
-        "num_stages": 4,
+        "BLOCK_M": 64 if is_tall or rows <= 16 else 32,
+        "BLOCK_N": 32 if rows <= 16 else 128 if is_tall else 64,
+        "BLOCK_K": weight.span if is_packed else 64 if rows <= 16 or rows > 64 else 128,
+        "num_warps": 4,
+        "num_stages": 3 if rows <= 16 else 4,
     }
+    if rows > 64:
+        launch.update({"BLOCK_M": 128 if is_tall else 64, "num_warps": 8 if is_tall else 4})
     if weight.scales.shape[1] > 1:
         launch["BLOCK_K"] = min(launch["BLOCK_K"], weight.group_size)
     stride = launch["BLOCK_K"] * (1 if launch["WIDE"] else launch["num_warps"])

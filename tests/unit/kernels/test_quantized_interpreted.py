@@ -23,7 +23,7 @@ def test_skinny_quantized(kind, group, with_zeros):
     cases.dequantized(weight, torch.float32)
     launch: Launch = {
         "WIDE": True,
-        "SCALED": False,
+        "SCALED": with_zeros,
         "BLOCK_M": 16,
         "BLOCK_N": 16,
         "BLOCK_K": block,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fledge.kernels._codes import assembly, decode
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import as_rows, next_power_of_two, tl, triton
+from fledge.kernels._triton import as_rows, next_power_of_two, processors, tl, triton
 
 if TYPE_CHECKING:
     from fledge.kernels.quantized_linear import QuantizedWeight
@@ -37,6 +37,7 @@ class Launch(TypedDict):
     BLOCK_M: int  # rows of x of a program at most
     BLOCK_N: int
     BLOCK_K: int
+    RESIDENT: int  # programs of a multiprocessor, each with several blocks of rows of W; 0: each has one block
     num_warps: int
     num_stages: int
 
@@ -51,6 +52,7 @@ def choose_launch(weight: "QuantizedWeight", *, rows: int, processors: int) -> L
         "BLOCK_M": 64 if is_tall or rows <= 16 else 32,
         "BLOCK_N": 32 if rows <= 16 else 128 if is_tall else 64,
         "BLOCK_K": weight.span if is_packed else 64 if rows <= 16 or rows > 64 else 128,
+        "RESIDENT": 0,
         "num_warps": 4,
         "num_stages": 3 if rows <= 16 else 4,
     }
@@ -72,7 +74,10 @@ def skinny_quantized_triton(
     block_m = min(launch["BLOCK_M"], max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0])))
     assert length % (launch["BLOCK_K"] * (1 if launch["WIDE"] else launch["num_warps"])) == 0
     assert weight.group_size % launch["BLOCK_K"] == 0
-    _kernel[triton.cdiv(rows.shape[0], block_m), triton.cdiv(columns, launch["BLOCK_N"])](
+    blocks = triton.cdiv(columns, launch["BLOCK_N"])
+    if launch["RESIDENT"] > 0:
+        blocks = min(blocks, launch["RESIDENT"] * processors(x.device))
+    _kernel[triton.cdiv(rows.shape[0], block_m), blocks](
         rows,
         weight.codes.view(torch.uint8),
         weight.scales,
@@ -119,6 +124,7 @@ def _kernel(
     BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     SCALED: tl.constexpr,
+    RESIDENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -129,16 +135,107 @@ def _kernel(
 ):
     """Write columns of out [rows, columns]. LENGTH are the bytes of a row of W; GROUP is 0 where it is one group."""
     ways: tl.constexpr = 1 if WIDE else num_warps
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
+    if RESIDENT > 0:
+        for block in tl.range(tl.program_id(1), tl.cdiv(COLUMNS, BLOCK_N), tl.num_programs(1), flatten=True):
+            _block(
+                x_ptr,
+                codes_ptr,
+                scales_ptr,
+                zeros_ptr,
+                bias_ptr,
+                out_ptr,
+                num_rows,
+                x_stride,
+                block,
+                COLUMNS,
+                LENGTH,
+                KIND,
+                HALVES,
+                GROUP,
+                ROW_STRIDE,
+                GROUP_STRIDE,
+                ZEROS,
+                BIAS,
+                WIDE,
+                SCALED,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                STAGES,
+                ASSEMBLY,
+                ways,
+            )
+    else:
+        block = tl.program_id(1)
+        _block(
+            x_ptr,
+            codes_ptr,
+            scales_ptr,
+            zeros_ptr,
+            bias_ptr,
+            out_ptr,
+            num_rows,
+            x_stride,
+            block,
+            COLUMNS,
+            LENGTH,
+            KIND,
+            HALVES,
+            GROUP,
+            ROW_STRIDE,
+            GROUP_STRIDE,
+            ZEROS,
+            BIAS,
+            WIDE,
+            SCALED,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+            ASSEMBLY,
+            ways,
+        )
+
+
+@triton.jit
+def _block(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    x_stride,
+    block,
+    COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    KIND: tl.constexpr,
+    HALVES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    GROUP_STRIDE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    ways: tl.constexpr,
+):
     grouped: tl.constexpr = GROUP > 0
     together: tl.constexpr = GROUP % (2 * BLOCK_K) == 0  # both halves of a byte are in one group
     size: tl.constexpr = GROUP if grouped else 1 << 30
     stride: tl.constexpr = ways * BLOCK_K
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     weight_row = tl.minimum(column, COLUMNS - 1).to(tl.int64)
     step = tl.arange(0, BLOCK_K)
-    begin_overlapped(OVERLAP)
-    let_successor_in(OVERLAP)
     if WIDE:
         first = 0
         codes_at = codes_ptr + weight_row[:, None] * LENGTH + step[None, :]

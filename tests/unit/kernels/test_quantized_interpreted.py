@@ -19,7 +19,7 @@ CPU = "cpu"
 def test_skinny_quantized(kind, group, with_zeros):
     block = min(64, group or 64)
     columns = 8 * block * (2 if kind in {"int4", "fp4"} else 1)
-    weight = cases.quantized(kind, 20, columns, group, with_zeros=with_zeros, device=CPU)
+    weight = cases.quantized(kind, 36, columns, group, with_zeros=with_zeros, device=CPU)
     cases.dequantized(weight, torch.float32)
     launch: Launch = {
         "WIDE": True,
@@ -27,8 +27,9 @@ def test_skinny_quantized(kind, group, with_zeros):
         "BLOCK_M": 16,
         "BLOCK_N": 16,
         "BLOCK_K": block,
+        "RESIDENT": 0,
         "num_warps": 4,
         "num_stages": 3,
     }
     cases.skinny_quantized(18, weight, torch.float32, CPU, launch=launch)
-    cases.skinny_quantized(3, weight, torch.float32, CPU, launch={**launch, "WIDE": False})
+    cases.skinny_quantized(3, weight, torch.float32, CPU, launch={**launch, "WIDE": False, "RESIDENT": 1, "BLOCK_N": 8})

@@ -18,7 +18,7 @@ CPU = "cpu"
 @pytest.mark.parametrize(("kind", "group", "with_zeros"), cases.KINDS)
 def test_skinny_quantized(kind, group, with_zeros):
     block = min(64, group or 64)
-    columns = 8 * block * (2 if kind in {"int4", "fp4"} else 1)
+    columns = 4 * block * (2 if kind in {"int4", "fp4"} else 1)
     weight = cases.quantized(kind, 36, columns, group, with_zeros=with_zeros, device=CPU)
     cases.dequantized(weight, torch.float32)
     launch: Launch = {
@@ -32,4 +32,6 @@ def test_skinny_quantized(kind, group, with_zeros):
         "num_stages": 3,
     }
     cases.skinny_quantized(18, weight, torch.float32, CPU, launch=launch)
-    cases.skinny_quantized(3, weight, torch.float32, CPU, launch={**launch, "WIDE": False, "RESIDENT": 1, "BLOCK_N": 8})
+    cases.skinny_quantized(
+        3, weight, torch.float32, CPU, launch={**launch, "WIDE": False, "RESIDENT": 1, "BLOCK_N": 8, "num_warps": 2}
+    )

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels._triton import as_rows, processors, runs_triton
+from fledge.kernels._triton import as_rows, has_room, processors, runs_triton
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.skinny_quantized import choose_launch, skinny_quantized_triton
 
@@ -68,7 +68,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     if runs_triton(x, weight.codes, bias) and x.numel() > 0:
         x = x if weight.order is None else x.index_select(-1, weight.order)
         rows = x.numel() // x.shape[-1]
-        launch = choose_launch(weight, rows=rows, processors=processors(x.device)) if x.element_size() == 2 else None
+        suits = x.element_size() == 2 and (rows <= 16 or has_room(x.device))
+        launch = choose_launch(weight, rows=rows, processors=processors(x.device)) if suits else None
         if launch is not None:
             return skinny_quantized_triton(x, weight, bias, launch=launch)
         return _in_pieces(x, weight, bias)

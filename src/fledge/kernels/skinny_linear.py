@@ -12,14 +12,12 @@ end falls the other way: by one unit in the last place of numbers of the size of
 does not depend on the other rows.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import as_rows, next_power_of_two, processors, runs_triton, tl, triton
+from fledge.kernels._triton import as_rows, has_room, next_power_of_two, processors, runs_triton, tl, triton
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,7 +37,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype
         and x.element_size() == 2
         and weight.is_contiguous()
-        and _has_room(x.device)
+        and has_room(x.device)
     )
 
 
@@ -59,12 +57,6 @@ def choose_launch(*, rows: int, columns: int, processors: int) -> dict[str, int]
     if columns >= 30 * processors:
         return {"WIDE": False, "BLOCK_N": 32, "BLOCK_K": 128, "num_stages": 4} if rows <= 32 else None
     return {"WIDE": False, "BLOCK_N": 16, "BLOCK_K": 64, "num_stages": 6} if rows <= 16 else None
-
-
-@functools.cache
-def _has_room(device: torch.device) -> bool:
-    """Whether a program may have the 200 KB of shared memory that some launches take: data-centre GPUs since 2022."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch: dict[str, int]) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fledge.kernels._codes import assembly, decode
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import as_rows, next_power_of_two, processors, tl, triton
+from fledge.kernels._triton import as_rows, next_power_of_two, tl, triton
 
 if TYPE_CHECKING:
     from fledge.kernels.quantized_linear import QuantizedWeight
@@ -37,32 +37,61 @@ class Launch(TypedDict):
     BLOCK_M: int  # rows of x of a program at most
     BLOCK_N: int
     BLOCK_K: int
-    RESIDENT: int  # programs of a multiprocessor, each with several blocks of rows of W; 0: each has one block
     num_warps: int
     num_stages: int
 
 
 def choose_launch(weight: "QuantizedWeight", *, rows: int, processors: int) -> Launch | None:
-    """Return how to cut the work, or None where a dequantised matrix is faster or the kernel does not take this one."""
+    """Return how to cut the work, or None where a dequantised matrix is better or the kernel does not take this one.
+
+    From a sweep on an H200 (docs/log.md): matrices of 31, 47 and 217 rows for a multiprocessor, groups of 128 or whole
+    rows; smaller groups and zero points for the last alone.
+    """
     columns, length = len(weight.scales), weight.codes.shape[1]
-    is_tall, is_packed = columns >= 128 * processors, length < weight.columns
+    is_packed, is_grouped = length < weight.columns, weight.scales.shape[1] > 1
+    is_tall, is_short = columns >= 128 * processors, columns < 40 * processors
+    has_large_groups = weight.group_size >= 128
+    if rows > MAX_ROWS or (rows > 64 and is_packed and not is_grouped):  # the latter was wrong: docs/quantised.md
+        return None
     launch: Launch = {
         "WIDE": rows > 16,
-        "SCALED": rows > 64,
-        "BLOCK_M": 64 if is_tall or rows <= 16 else 32,
-        "BLOCK_N": 32 if rows <= 16 else 128 if is_tall else 64,
-        "BLOCK_K": weight.span if is_packed else 64 if rows <= 16 or rows > 64 else 128,
-        "RESIDENT": 0,
+        "SCALED": rows > 64 or (rows > 16 and is_packed and has_large_groups),
+        "BLOCK_M": 64,
+        "BLOCK_N": 32,
+        "BLOCK_K": weight.span if is_packed else 128,
         "num_warps": 4,
-        "num_stages": 3 if rows <= 16 else 4,
+        "num_stages": 4,
     }
-    if rows > 64:
-        launch.update({"BLOCK_M": 128 if is_tall else 64, "num_warps": 8 if is_tall else 4})
-    if weight.scales.shape[1] > 1:
+    if rows <= 8:
+        launch["BLOCK_N"] = 32 if is_tall else 16
+        launch["num_stages"] = 3 if is_tall and has_large_groups else 4
+    elif rows <= 16:
+        launch["num_stages"] = 3
+        if not is_packed and is_short and length >= 8192:
+            launch.update({"BLOCK_K": 64, "num_warps": 8, "num_stages": 4})
+        elif not is_packed and is_grouped:
+            launch["BLOCK_K"] = 64
+    elif rows <= 64:
+        launch["BLOCK_N"] = 128 if is_tall else 64
+        launch["num_warps"] = 8 if is_tall and not (is_packed or is_grouped) else 4
+        if is_short:
+            launch.update({"BLOCK_M": 32, "num_stages": 6})
+    else:
+        launch.update({"BLOCK_M": 128, "BLOCK_N": 64 if is_short else 128, "num_warps": 4 if is_short else 8})
+        if is_tall:
+            launch["BLOCK_K"] = min(64, launch["BLOCK_K"])
+            if is_packed and has_large_groups and weight.zeros is None:
+                launch.update({"BLOCK_M": 256, "num_stages": 3})
+            elif not is_packed and not is_grouped:
+                launch["BLOCK_M"] = 256
+    if is_grouped:
         launch["BLOCK_K"] = min(launch["BLOCK_K"], weight.group_size)
-    stride = launch["BLOCK_K"] * (1 if launch["WIDE"] else launch["num_warps"])
-    is_taken = length % stride == 0 and weight.group_size % launch["BLOCK_K"] == 0 and launch["BLOCK_K"] >= 16
-    return launch if is_taken and rows <= MAX_ROWS else None
+    ways = 1 if launch["WIDE"] else launch["num_warps"]
+    while not is_packed and length % (ways * launch["BLOCK_K"]) and launch["BLOCK_K"] > 32:
+        launch["BLOCK_K"] //= 2
+    block = launch["BLOCK_K"]
+    is_taken = length % (ways * block) == 0 and weight.group_size % block == 0 and block >= 16
+    return launch if is_taken else None
 
 
 def skinny_quantized_triton(
@@ -74,10 +103,7 @@ def skinny_quantized_triton(
     block_m = min(launch["BLOCK_M"], max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0])))
     assert length % (launch["BLOCK_K"] * (1 if launch["WIDE"] else launch["num_warps"])) == 0
     assert weight.group_size % launch["BLOCK_K"] == 0
-    blocks = triton.cdiv(columns, launch["BLOCK_N"])
-    if launch["RESIDENT"] > 0:
-        blocks = min(blocks, launch["RESIDENT"] * processors(x.device))
-    _kernel[triton.cdiv(rows.shape[0], block_m), blocks](
+    _kernel[triton.cdiv(rows.shape[0], block_m), triton.cdiv(columns, launch["BLOCK_N"])](
         rows,
         weight.codes.view(torch.uint8),
         weight.scales,
@@ -124,7 +150,6 @@ def _kernel(
     BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     SCALED: tl.constexpr,
-    RESIDENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -137,102 +162,11 @@ def _kernel(
     ways: tl.constexpr = 1 if WIDE else num_warps
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
-    if RESIDENT > 0:
-        for block in tl.range(tl.program_id(1), tl.cdiv(COLUMNS, BLOCK_N), tl.num_programs(1), flatten=True):
-            _block(
-                x_ptr,
-                codes_ptr,
-                scales_ptr,
-                zeros_ptr,
-                bias_ptr,
-                out_ptr,
-                num_rows,
-                x_stride,
-                block,
-                COLUMNS,
-                LENGTH,
-                KIND,
-                HALVES,
-                GROUP,
-                ROW_STRIDE,
-                GROUP_STRIDE,
-                ZEROS,
-                BIAS,
-                WIDE,
-                SCALED,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-                ASSEMBLY,
-                ways,
-            )
-    else:
-        block = tl.program_id(1)
-        _block(
-            x_ptr,
-            codes_ptr,
-            scales_ptr,
-            zeros_ptr,
-            bias_ptr,
-            out_ptr,
-            num_rows,
-            x_stride,
-            block,
-            COLUMNS,
-            LENGTH,
-            KIND,
-            HALVES,
-            GROUP,
-            ROW_STRIDE,
-            GROUP_STRIDE,
-            ZEROS,
-            BIAS,
-            WIDE,
-            SCALED,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-            ASSEMBLY,
-            ways,
-        )
-
-
-@triton.jit
-def _block(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    out_ptr,
-    num_rows,
-    x_stride,
-    block,
-    COLUMNS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    KIND: tl.constexpr,
-    HALVES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    GROUP_STRIDE: tl.constexpr,
-    ZEROS: tl.constexpr,
-    BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    ways: tl.constexpr,
-):
     grouped: tl.constexpr = GROUP > 0
     together: tl.constexpr = GROUP % (2 * BLOCK_K) == 0  # both halves of a byte are in one group
     size: tl.constexpr = GROUP if grouped else 1 << 30
     stride: tl.constexpr = ways * BLOCK_K
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     weight_row = tl.minimum(column, COLUMNS - 1).to(tl.int64)
     step = tl.arange(0, BLOCK_K)

@@ -27,11 +27,10 @@ def test_skinny_quantized(kind, group, with_zeros):
         "BLOCK_M": 16,
         "BLOCK_N": 16,
         "BLOCK_K": block,
-        "RESIDENT": 0,
         "num_warps": 4,
         "num_stages": 3,
     }
     cases.skinny_quantized(18, weight, torch.float32, CPU, launch=launch)
     cases.skinny_quantized(
-        3, weight, torch.float32, CPU, launch={**launch, "WIDE": False, "RESIDENT": 1, "BLOCK_N": 8, "num_warps": 2}
+        3, weight, torch.float32, CPU, launch={**launch, "WIDE": False, "BLOCK_N": 8, "num_warps": 2}
     )

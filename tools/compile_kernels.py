@@ -27,7 +27,16 @@ from triton.runtime.driver import driver
 from fledge.kernels import _overlap, invariant_attention
 from fledge.kernels.invariant_linear import choose_tiles, tiled_linear
 from fledge.layers.config import LatentConfig
-from tests.unit.kernels import admit_cases, cases, code_cases, expert_cases, invariant_cases, latent_cases, tree_cases
+from tests.unit.kernels import (
+    admit_cases,
+    cases,
+    code_cases,
+    expert_cases,
+    invariant_cases,
+    latent_cases,
+    quantized_cases,
+    tree_cases,
+)
 from tests.unit.kernels.test_round_ends import test_both_ends_of_a_round as round_ends
 
 BF16, CPU = torch.bfloat16, "cpu"
@@ -71,6 +80,11 @@ CASES: dict[str, Callable[[], None]] = {
     "experts of many rows": partial(expert_cases.experts, 16, 16, 8, 2048, 768, BF16, CPU, 7.0),
     "draft_input": partial(cases.draft_input, 5, 2048, BF16, CPU),
 }
+for kind, group, with_zeros in quantized_cases.KINDS:
+    product = partial(quantized_cases.quantized_linear, columns=1024, size=2048, dtype=BF16, device=CPU)
+    for rows in (4, 64, 256, 300):
+        alone = partial(product, rows=rows, kinds=[(kind, group, with_zeros)])
+        CASES[f"quantized_linear {kind} {group} {with_zeros} {rows}"] = alone
 for norm in (False, True):
     CASES[f"rope_store {norm=}"] = partial(cases.rope_store, 18, 32, 8, 128, BF16, CPU, norm=norm)
 for head_dim in (64, 128):

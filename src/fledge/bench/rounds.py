@@ -3,18 +3,21 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from fledge.bench.inflate import empty_model, shape_named
+from fledge.checkpoints.quantize import Width, quantized_weight
 from fledge.checkpoints.target import read_target_config
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import FP8_CACHE_DTYPES, EngineConfig, SpeculativeConfig
 from fledge.engine.engine import LLMEngine
 from fledge.errors import ConfigError, FledgeError
 from fledge.kernels.cache_codes import FP8
-from fledge.layers.linear import compute_weight
+from fledge.layers.linear import Linear, compute_weight
+from fledge.layers.quantized import QuantizedLinear
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_3_1, build
 from fledge.models.target.decoder import TargetModel
@@ -39,10 +42,21 @@ def make_pair(name: str, dtype: torch.dtype, device: torch.device) -> Pair:
     return target.eval().requires_grad_(False), drafter.eval().requires_grad_(False)
 
 
+def quantize_linears(target: TargetModel, width: Width) -> None:
+    """Round the matrices of the layers to fewer bits where they are; experts and their routers stay as they are."""
+    for name, module in list(target.layers.named_modules()):
+        if isinstance(module, Linear) and name.endswith("_proj") and ".experts." not in name:
+            if width == "fp8-block" and any(size % 128 for size in module.weight.shape):
+                raise ConfigError(f"--quantize fp8-block: {name} is {list(module.weight.shape)}, no multiples of 128")
+            parent, _, own = name.rpartition(".")
+            weight = quantized_weight(module.weight, width)
+            setattr(target.layers.get_submodule(parent), own, QuantizedLinear(weight, module.bias, module.weight.dtype))
+
+
 def weights_read(target: TargetModel, rows: int) -> int:
     """Bytes of weights that a pass over so many rows reads at least, each of its experts as likely as any other."""
     experts, total = target.config.layer.experts, 0
-    for name, parameter in target.named_parameters():
+    for name, parameter in chain(target.named_parameters(), target.named_buffers()):
         share = 1.0
         if experts is not None and ".experts." in name:
             share -= (1 - experts.num_experts_per_token / experts.num_experts) ** rows

@@ -32,6 +32,7 @@ from fledge.checkpoints.target import (
 from fledge.checkpoints.tensors import TensorFiles, refuse_existing, write_model
 from fledge.checkpoints.weights import linear_of, weight_format
 from fledge.errors import CheckpointError
+from fledge.kernels.quantized_linear import INT4_OFFSET, QuantizedWeight, in_fewest_bits, pack_halves
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target import FAMILIES
 from fledge.version import __version__
@@ -129,12 +130,35 @@ def _write(
     )
 
 
+def quantized_weight(matrix: Tensor, width: Width) -> QuantizedWeight:
+    """What would be loaded of a matrix that is stored so."""
+    columns = matrix.shape[1]
+    group = _group_size({columns}) if width == "int4" else _BLOCK if width == "fp8-block" else None
+    stored = _stored(matrix, width, group, packs=False)
+    codes, scales = stored["weight"], stored["weight_scale"]
+    if width == "fp8-block":
+        scales = scales.repeat_interleave(_BLOCK, dim=0)
+    return QuantizedWeight(
+        kind="fp8" if width == "fp8-block" else width,
+        columns=columns,
+        group_size=group or columns,
+        codes=pack_halves(codes + INT4_OFFSET)
+        if width == "int4"
+        else codes.to(torch.int8)
+        if width == "int8"
+        else codes,
+        scales=in_fewest_bits(scales),
+    )
+
+
 def _group_size(columns: set[int]) -> int | None:
     return next((size for size in _GROUPS if all(count % size == 0 for count in columns)), None)
 
 
-def _stored(matrix: Tensor, width: Width, group: int | None, importance: Tensor | None) -> dict[str, Tensor]:
-    """The tensors of one linear, by what follows its name."""
+def _stored(
+    matrix: Tensor, width: Width, group: int | None, importance: Tensor | None = None, *, packs: bool = True
+) -> dict[str, Tensor]:
+    """The tensors of one linear, by what follows its name; integers as they are if not `packs`."""
     values = matrix.float()
     if width == "fp8-block":
         blocks = values.view(len(values) // _BLOCK, _BLOCK, -1, _BLOCK)
@@ -147,6 +171,8 @@ def _stored(matrix: Tensor, width: Width, group: int | None, importance: Tensor 
     size = group or values.shape[1]
     weights = None if importance is None else importance.to(values).view(-1, size)
     codes, scales = _integers(values.view(len(values), -1, size), bits, matrix.dtype, weights)
+    if not packs:
+        return {"weight": codes.view_as(values), "weight_scale": scales}
     return {
         "weight_packed": _packed(codes.view_as(values), bits),
         "weight_scale": scales.to(matrix.dtype),

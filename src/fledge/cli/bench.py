@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
@@ -31,6 +31,7 @@ def rounds(
     concurrency: str = "1,4,16",
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
+    quantize: Literal["fp8", "fp8-block", "int8", "int4"] | None = None,
     device: str = "auto",
     count: int = 100,
     prefill: bool = False,
@@ -59,6 +60,8 @@ def rounds(
     with console.status("measuring") as status:
         for name in shape.split(","):
             pair = measure.make_pair(name, precision, place)
+            if quantize is not None:
+                measure.quantize_linears(pair[0], quantize)
             for k in depths:
                 body.append([name, str(k)])
                 for size in sizes:
@@ -74,9 +77,8 @@ def rounds(
                 report[f"long context {name}"] = measure.measure_long_context(
                     pair, long_context, max(depths), sizes[0], options
                 )
-    title = f"ms per round, {report['device']}, {precision}" + (
-        "" if kv_cache_dtype == "auto" else f", {kv_cache_dtype} keys"
-    )
+    kinds = [f"target in {quantize}"] * (quantize is not None) + [f"{kv_cache_dtype} keys"] * (kv_cache_dtype != "auto")
+    title = ", ".join([f"ms per round, {report['device']}, {precision}", *kinds])
     table = Table.of(title, ("shape", "K", *(f"C={size}" for size in sizes)), body, labels=2)
     Console().print(*table.to_rich(Console().width))
     print(json.dumps({**report, "rounds": cells}))

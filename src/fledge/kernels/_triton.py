@@ -91,6 +91,12 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
+@functools.cache
+def has_room(device: torch.device) -> bool:
+    """Whether a program may have the 200 KB of shared memory that some launches take: data-centre GPUs since 2022."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 @triton.jit
 def sink_weight(sinks_ptr, head, inside, peak):
     """What a head's sink, a score without a value, adds to the total of `softmax_step`. head, inside, peak [rows]."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import HAS_TRITON, as_rows, next_power_of_two, processors, tl, triton
-from fledge.kernels.skinny_linear import CHAINS, choose_launch, has_room, narrow_step, skinny_linear_triton
+from fledge.kernels._triton import HAS_TRITON, as_rows, has_room, next_power_of_two, processors, tl, triton
+from fledge.kernels.skinny_linear import CHAINS, choose_launch, narrow_step, skinny_linear_triton
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor

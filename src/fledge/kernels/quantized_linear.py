@@ -6,7 +6,7 @@ Every stored format is repacked to this at load, one layout for each kind of cod
 
     int8   [rows, columns] int8
     fp8    [rows, columns] float8_e4m3fn
-    int4   [rows, columns / 2] uint8: two codes, the even column's in the low half, each 8 more than it means
+    int4   [rows, columns / 2] uint8: two codes, each 8 more than it means; that of the lower column in the low half
     fp4    [rows, columns / 2] uint8: the same, each a sign, two bits of exponent and one of mantissa (E2M1)
 
 Tolerance: the product is that with `dequantize(weight, x.dtype)`, whose values are rounded once, to that dtype.
@@ -20,9 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels._triton import as_rows, has_room, processors, runs_triton
+from fledge.kernels.dequantize import dequantize_rows_triton
+from fledge.kernels.skinny_quantized import choose_launch, skinny_quantized_triton
+
 Kind = Literal["int8", "fp8", "int4", "fp4"]
 BITS: dict[Kind, int] = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 INT4_OFFSET = 8
+MIN_SPAN, MAX_SPAN = 16, 64
+_PIECE_BYTES = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +40,9 @@ class QuantizedWeight:
     group_size: int  # columns that share a scale; the last group may have fewer
     codes: Tensor
     scales: Tensor  # [rows, groups], a floating-point dtype in which they are exact
-    zeros: Tensor | None = None  # int8 [rows, groups]; None: all zero, as always for floating-point codes
+    zeros: Tensor | None = None  # [rows, groups], small integers; None: all zero, as always for floating-point codes
     order: Tensor | None = None  # int64 [columns]: column i of the codes is this column of the matrix (act-order)
+    span: int = 1  # columns from the code in a byte's low half to that in the high one
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
@@ -43,7 +50,7 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    layouts = {(one.kind, one.columns, one.group_size, one.zeros is None, one.order is None) for one in parts}
+    layouts = {(one.kind, one.columns, one.group_size, one.zeros is None, one.order is None, one.span) for one in parts}
     orders = [one.order for one in parts if one.order is not None]
     if len(layouts) > 1 or any(not torch.equal(order, orders[0]) for order in orders):
         return None
@@ -57,8 +64,30 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias for x [..., columns] and bias [rows]. A kernel for few rows goes here."""
+    """Return x W^T + bias for x [..., columns] and bias [rows]: on a GPU from the codes, unless x has many."""
+    if runs_triton(x, weight.codes, bias) and x.numel() > 0:
+        x = x if weight.order is None else x.index_select(-1, weight.order)
+        rows = x.numel() // x.shape[-1]
+        suits = x.element_size() == 2 and (rows <= 16 or has_room(x.device))
+        launch = choose_launch(weight, rows=rows, processors=processors(x.device)) if suits else None
+        if launch is not None:
+            return skinny_quantized_triton(x, weight, bias, launch=launch)
+        return _in_pieces(x, weight, bias)
     return F.linear(x, dequantize(weight, x.dtype), bias)
+
+
+def _in_pieces(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """As many rows of W at a time, dequantised, as a GPU's L2 cache holds."""
+    rows, columns = as_rows(x), len(weight.scales)
+    out = torch.empty(len(rows), columns, dtype=x.dtype, device=x.device)
+    count = max(256, _PIECE_BYTES // (weight.columns * x.element_size()) // 256 * 256)
+    for first in range(0, columns, count):
+        matrix, piece = dequantize_rows_triton(weight, first, count, x.dtype).T, slice(first, first + count)
+        if bias is None:
+            torch.mm(rows, matrix, out=out[:, piece])
+        else:
+            torch.addmm(bias[piece], rows, matrix, out=out[:, piece])
+    return out.view(*x.shape[:-1], columns)
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -76,7 +105,8 @@ def code_values(weight: QuantizedWeight) -> Tensor:
     """What the codes stand for, in float32 [rows, columns]; columns in the order of the codes."""
     if BITS[weight.kind] == 8:
         return weight.codes.float()
-    halves = torch.stack([weight.codes & 15, weight.codes >> 4], dim=-1).flatten(-2)
+    spans = weight.codes.unflatten(1, (-1, weight.span))
+    halves = torch.stack([spans & 15, spans >> 4], dim=-2).flatten(1)
     if weight.kind == "int4":
         return halves.float() - INT4_OFFSET
     exponent, mantissa = (halves >> 1) & 3, halves & 1
@@ -95,6 +125,23 @@ def pack_halves(values: Tensor) -> Tensor:
     """Numbers from 0 to 15 [rows, columns] -> uint8 [rows, columns / 2]."""
     values = values.to(torch.uint8)
     return values[:, ::2] | (values[:, 1::2] << 4)
+
+
+def for_gpu(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same matrix in the layout that the GPU's kernels read.
+
+    Scales and zero points of neighbouring rows are neighbours, in 32 bits: the least that is copied asynchronously.
+    Of codes in four bits, a `span` is 64 columns, or a group where that is less; the codes stay as they are where the
+    columns are not whole pairs of spans.
+    """
+    zeros = None if weight.zeros is None else weight.zeros.float().T.contiguous().T
+    weight = replace(weight, scales=weight.scales.float().T.contiguous().T, zeros=zeros)
+    span = min(MAX_SPAN, weight.group_size)
+    if BITS[weight.kind] == 8 or span < MIN_SPAN or weight.columns % (2 * span) or span == weight.span:
+        return weight
+    spans = weight.codes.unflatten(1, (-1, weight.span))
+    halves = torch.stack([spans & 15, spans >> 4], dim=-2).flatten(1).unflatten(1, (-1, 2, span))
+    return replace(weight, codes=(halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1), span=span)
 
 
 def in_fewest_bits(scales: Tensor) -> Tensor:

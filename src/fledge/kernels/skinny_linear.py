@@ -12,14 +12,12 @@ end falls the other way: by one unit in the last place of numbers of the size of
 does not depend on the other rows.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import as_rows, next_power_of_two, processors, runs_triton, tl, triton
+from fledge.kernels._triton import as_rows, has_room, next_power_of_two, processors, runs_triton, tl, triton
 
 CHAINS = 4  # of a narrow walk: one for each warp
 
@@ -68,12 +66,6 @@ def narrow_step(columns: int, processors: int) -> int | None:
     if columns >= 40 * processors:
         return None
     return 128 if columns >= 30 * processors else 64
-
-
-@functools.cache
-def has_room(device: torch.device) -> bool:
-    """Whether a program may have the 200 KB of shared memory that some launches take: data-centre GPUs since 2022."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch: dict[str, int]) -> Tensor:

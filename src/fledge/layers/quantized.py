@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.quantized_linear import QuantizedWeight, dequantize, quantized_linear
+from fledge.kernels.quantized_linear import QuantizedWeight, dequantize, for_gpu, quantized_linear
 
 
 class QuantizedLinear(nn.Module):
@@ -17,6 +17,9 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
+        if quantized.codes.is_cuda:
+            quantized = for_gpu(quantized)
+        self.span = quantized.span
         self.kind, self.group_size = quantized.kind, quantized.group_size
         self.in_features, self.out_features = quantized.columns, len(quantized.scales)
         self.dtype = dtype  # that the model computes in
@@ -34,6 +37,7 @@ class QuantizedLinear(nn.Module):
             scales=self.scales,
             zeros=self.zeros,
             order=self.order,
+            span=self.span,
         )
 
     @property

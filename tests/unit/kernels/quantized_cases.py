@@ -1,0 +1,81 @@
+"""Quantised matrices of every kind, and the kernels against their dequantised forms."""
+
+import torch
+import torch.nn.functional as F
+
+from fledge.kernels import quantized_linear as multiplying
+from fledge.kernels.dequantize import dequantize_rows_triton
+from fledge.kernels.quantized_linear import Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
+from fledge.kernels.skinny_quantized import Launch, skinny_quantized_triton
+from tests.unit.kernels.cases import close, randn
+from tests.unit.kernels.interpreter import in_triton
+
+Case = tuple[Kind, int | None, bool]
+KINDS: list[Case] = [  # codes, group or whole rows, with zero points
+    ("fp8", None, False),
+    ("fp8", 128, False),
+    ("int8", None, False),
+    ("int8", None, True),
+    ("int8", 64, True),
+    ("int4", None, False),
+    ("int4", 32, False),
+    ("int4", 64, True),
+    ("int4", 128, False),
+    ("int4", 128, True),
+    ("fp4", 16, False),
+    ("fp4", 32, False),
+]
+
+
+def quantized(
+    kind: Kind, rows: int, columns: int, group: int | None, *, with_zeros: bool, device: str
+) -> QuantizedWeight:
+    """Every code there is, scales of very different sizes."""
+    codes = torch.randint(0, 16 if kind in {"int4", "fp4"} else 256, (rows, columns), device=device).to(torch.uint8)
+    if kind == "fp8":
+        codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)  # which would be no number
+    elif kind == "int8":
+        codes = codes.view(torch.int8)
+    else:
+        codes = pack_halves(codes)
+    groups = 1 if group is None else columns // group
+    return for_gpu(
+        QuantizedWeight(
+            kind=kind,
+            columns=columns,
+            group_size=group or columns,
+            codes=codes,
+            scales=torch.rand(rows, groups, device=device).add(0.1).mul(0.02),
+            zeros=torch.randint(-8, 8, (rows, groups), device=device).to(torch.int8) if with_zeros else None,
+        )
+    )
+
+
+def quantized_linear(
+    rows: int, columns: int, size: int, dtype: torch.dtype, device: str, *, kinds: list[Case] = KINDS
+) -> None:
+    """The public function with every kind, whichever kernel it takes: the matrix may be rounded to `dtype`."""
+    x, bias = randn(rows, size, dtype=dtype, device=device), randn(columns, dtype=dtype, device=device)
+    for kind, group, with_zeros in kinds:
+        weight = quantized(kind, columns, size, group, with_zeros=with_zeros, device=device)
+        exact = F.linear(x.double(), dequantize(weight).double(), bias.double())
+        out = in_triton(multiplying.quantized_linear)(x, weight, bias)
+        close(out, exact.to(dtype), 2, size=float(exact.abs().max()))
+
+
+def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    first = 3
+    rows = [dequantize_rows_triton(weight, start, 16, dtype) for start in range(first, len(weight.scales), 16)]
+    assert torch.equal(torch.cat(rows), dequantize(weight, dtype)[first:])
+
+
+def skinny_quantized(rows: int, weight: QuantizedWeight, dtype: torch.dtype, device: str, *, launch: Launch) -> None:
+    """Sums of products of exact numbers: rounded once here as in the kernel."""
+    x = randn(rows, weight.columns, dtype=dtype, device=device)
+    bias = randn(len(weight.scales), dtype=dtype, device=device)
+    exact = F.linear(x.double(), dequantize(weight).double(), bias.double())
+    out = skinny_quantized_triton(x, weight, bias, launch=launch)
+    close(out, exact.to(dtype), 1, size=float(exact.abs().max()))
+    x[:-1] = 0
+    alone = skinny_quantized_triton(x, weight, bias, launch=launch)
+    assert torch.equal(alone[-1], out[-1]), "a row does not depend on its neighbours"

@@ -236,7 +236,9 @@ def mixes(**settings: Any) -> None:
         exact = copy.deepcopy(cpu).double()
         some = random_mix(target, drafter, exact, number, 12, **settings)
         ended, parted = ended + some[0], parted + some[1]
-        assert parted <= 2, f"too many near-ties to be chance ({name})"
+        # Sums in another order may put a key on the next code: near-ties are then wider, and a few in a hundred.
+        most = max(2, ended // 10) if "kv_cache_dtype" in settings else 2
+        assert parted <= most, f"too many near-ties to be chance ({name}): {parted} of {ended}"
     print(f"  {ended} requests, {parted} of them parted from the reference at a near-tie")
 
 

@@ -18,14 +18,13 @@ from fledge.drift.probe import Prober, ProbeSettings, trained_depth
 from fledge.drift.prompts import ProbePrompt
 from fledge.drift.result import DriftResult
 from fledge.drift.sources import CapturedSource, OwnSource, VllmServers
-from fledge.errors import ConfigError
 from fledge.evaluation.results import statistics_of
 from fledge.models.config import DrafterConfig
 from fledge.training.capture import FledgeCapture
 from fledge.vllm_states import hosts
 from tests import engine_cases
 from tests.fake_states import FakeVllm
-from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, drafter_configs, make_drafter, make_target
+from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 PROMPTS = [(3, 4, 5, 2), (5, 5, 0, 3, 2, 4, 4), (2,)]
@@ -295,9 +294,3 @@ def test_from_states_that_vllm_writes_it_sees_the_same_without_loading_the_targe
     assert [e.tokens for e in sorted(found.examples, key=lambda e: e.id)] == [
         e.tokens for e in sorted(expected.examples, key=lambda e: e.id)
     ]
-
-
-def test_targets_that_vllm_gives_no_states_of_are_refused(tmp_path: Path) -> None:
-    save_target(make_target(TARGET_CONFIGS["deepseek-v2"]), tmp_path / "target")
-    with pytest.raises(ConfigError, match=r"^--engine vllm: .* latent attention \(MLA\)$"):
-        VllmServers(drafters=(), storage=tmp_path).words(str(tmp_path / "target"))

@@ -267,4 +267,4 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
     assert min(ADMITTED.values()) > 20, ADMITTED
     assert MIXED[True] > 50, MIXED
     often = {arm for arm in CHOSEN if CHOSEN[arm] > 5}
-    assert len(often) > 4, CHOSEN
+    assert len(often) > 3, CHOSEN

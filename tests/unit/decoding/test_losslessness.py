@@ -135,7 +135,7 @@ def test_tiny_models(
     assert output(request.run(tiny_target(target), speculation)) == output(plain)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     target=st.sampled_from(sorted(TARGET_CONFIGS)),
     request=requests(),
@@ -161,7 +161,7 @@ def test_any_pattern_of_acceptance(
             place += len(done.tokens)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     kind=st.sampled_from(["always", "never", "sometimes", "reduced vocabulary"]),

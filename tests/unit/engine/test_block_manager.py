@@ -145,7 +145,7 @@ def test_the_pool_behaves_as_its_model() -> None:
     run_state_machine_as_test(
         PoolMachine,
         settings=settings(
-            max_examples=150,
+            max_examples=80,
             stateful_step_count=40,
             derandomize=True,
             database=None,

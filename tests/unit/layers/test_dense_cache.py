@@ -76,7 +76,7 @@ def feed(cache: DenseCache, rows: list[Row], positions: list[int], visible: Tens
             torch.testing.assert_close(found[i], attention(queries[i, spec.layer], seen, spec), atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**30),
     steps=st.lists(st.sampled_from(["chain", "tree", "truncate", "keep"]), min_size=1, max_size=10),

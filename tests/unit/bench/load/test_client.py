@@ -68,8 +68,9 @@ def test_the_first_token_is_the_first_text_and_the_end_is_the_finish() -> None:
     now = time.perf_counter()
     assert answer.first_token is not None
     assert answer.done is not None
-    assert answer.sent + 0.1 <= answer.first_token <= answer.done - 0.1
-    assert answer.done <= now - 0.1
+    # The reader may be late, by some milliseconds: then the end comes that much sooner after it.
+    assert answer.sent + 0.1 <= answer.first_token <= answer.done - 0.05
+    assert answer.done <= now - 0.05
 
 
 def test_chunked_bodies_comments_and_events_cut_anywhere() -> None:

@@ -26,7 +26,7 @@ INTRODUCTION = (
 )
 
 
-@options("generate", "dtype", "quantization", "device", "max_model_len", "kv_cache_dtype")
+@options("generate", "dtype", "quantization", "device", "max_model_len", "kv_cache_dtype", "batch_invariant")
 def generate(
     prompt: str | None = None,
     *,

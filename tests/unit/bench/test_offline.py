@@ -17,7 +17,8 @@ from fledge.bench.offline import (
     cycled,
     graph_sizes,
 )
-from fledge.bench.summary import Best, Summary
+from fledge.bench.rows import Best
+from fledge.bench.summary import Summary
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine

@@ -145,10 +145,8 @@ def looping(results: Results) -> list[str]:
         shares = {name: share for name, several in workloads.items() if (share := share_repeated(several)) is not None}
         loops = [name for name, share in shares.items() if share > LOOPING]
         if loops:
-            whole = share_repeated(one for name in loops for one in workloads[name]) or 0.0
-            where = f" ({', '.join(f'{name} {percent(shares[name])}' for name in loops)})" if len(shares) > 1 else ""
-            advice = "figures without repetition are the ones to compare"
-            lines.append(f"the target repeats itself in {percent(whole)} of its {text}{where}; {advice}")
+            where = ", ".join(f"{percent(shares[name])} of its {text} on {name}" for name in loops)
+            lines.append(f"the target repeats itself in {where}; figures without repetition are the ones to compare")
     return lines
 
 

@@ -80,7 +80,7 @@ def test_without_repetition_and_a_target_that_loops() -> None:
     assert row.repeated_by_workload == {"a": 2 / 3, "b": 0.0}
     assert row.repeated == 4 / 9
     assert [table.title for table in report.tables()][1:3] == ["Without repetition", "Repeated tokens"]
-    line = "the target repeats itself in 67 % of its text (a 67 %); figures without repetition are the ones to compare"
+    line = "the target repeats itself in 67 % of its text on a; figures without repetition are the ones to compare"
     assert report.notes == [line]
     assert f"Note: {line}." in report.markdown()
     assert EvalReport(repeating(plain, 0, 0)).notes == []

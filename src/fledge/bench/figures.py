@@ -5,12 +5,12 @@ A cell that is not complete enters no figure beside complete ones, and a ratio w
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from fledge.evaluation.report import BOOTSTRAP, acceptance_length, acceptance_rates
-from fledge.evaluation.results import Cell, RequestRecord, conversation_of, share_repeated
+from fledge.evaluation.results import Cell, conversation_of, share_repeated
 from fledge.records import Record
 from fledge.report.intervals import Interval, Panel, mean_ratio, pooled
 
@@ -106,9 +106,9 @@ def fastest_by_half(several: Mapping[str, Sequence[Cell]], base: Sequence[Cell])
     Ratios to `base` decide; where it is empty, speeds do.
     """
     chosen = []
-    for number in (0, 1):
-        against = decoding(half(base, number))
-        panels = {name: decoding(half(cells, number)) for name, cells in several.items()}
+    for prompts in halves(cell for cells in several.values() for cell in cells):
+        against = decoding(_only(base, prompts))
+        panels = {name: decoding(_only(cells, prompts)) for name, cells in several.items()}
         values = {
             name: panel.beside(against).value(lambda sides: mean_ratio(sides[0])) if base else panel.value(pooled())
             for name, panel in panels.items()
@@ -120,18 +120,25 @@ def fastest_by_half(several: Mapping[str, Sequence[Cell]], base: Sequence[Cell])
     return tuple(chosen)
 
 
-def held_out(first: Iterable[Cell], second: Iterable[Cell]) -> list[Cell]:
+def held_out(first: Sequence[Cell], second: Sequence[Cell]) -> list[Cell]:
     """What was chosen on the first half of the prompts, on the second, and the other way round; for speeds per user."""
-    return half(first, 1) + half(second, 0)
+    one, other = halves([*first, *second])
+    return _only(first, other) + _only(second, one)
 
 
-def half(cells: Iterable[Cell], number: int) -> list[Cell]:
-    """The requests of one of two halves of the prompts, told by a hash of their ids."""
+def halves(cells: Iterable[Cell]) -> tuple[set[str], set[str]]:
+    """The prompts in two halves. A hash of their ids decides: they may be sorted by subject, and runs must agree."""
+    prompts = {conversation_of(request.prompt) for cell in cells for request in cell.requests}
+    ordered = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+    return set(ordered[::2]), set(ordered[1::2])
 
-    def side(request: RequestRecord) -> int:
-        return hashlib.sha256(conversation_of(request.prompt).encode()).digest()[0] % 2
 
-    return [replace(cell, requests=tuple(one for one in cell.requests if side(one) == number)) for cell in cells]
+def _only(cells: Iterable[Cell], prompts: Container[str]) -> list[Cell]:
+    """The requests of these prompts."""
+    return [
+        replace(cell, requests=tuple(one for one in cell.requests if conversation_of(one.prompt) in prompts))
+        for cell in cells
+    ]
 
 
 def decoding(cells: Iterable[Cell]) -> Panel:

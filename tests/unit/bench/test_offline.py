@@ -9,7 +9,7 @@ import pytest
 
 from fledge.bench import offline
 from fledge.bench.draft_modes import draft_modes
-from fledge.bench.figures import half
+from fledge.bench.figures import halves
 from fledge.bench.inflate import SHAPES
 from fledge.bench.offline import (
     ClosedLoop,
@@ -321,10 +321,11 @@ def test_the_best_depth_is_named_with_those_it_cannot_be_told_from() -> None:
 def test_the_best_depth_is_chosen_on_other_prompts_than_it_is_reported_on() -> None:
     """Each depth is twice as fast as no speculation on one half of the prompts and just as fast on the other."""
     results = results_with({"none": 0.02, "K=3": 0.02, "K=5": 0.02})
-    quick = {"K=3": 0, "K=5": 1}
+    quick = dict(zip(("K=3", "K=5"), halves(results.cells), strict=True))
+    assert [len(prompts) for prompts in quick.values()] == [5, 5]
 
     def halved(cell: Cell) -> Cell:
-        prompts = {one.prompt for one in half([cell], quick.get(cell.contender, 2))[0].requests}
+        prompts = quick.get(cell.contender, ())
         return replace(
             cell,
             requests=tuple(

@@ -11,7 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from fledge.bench.figures import Latency, latencies
-from fledge.bench.summary import Row, Summary, Sweep, load_text
+from fledge.bench.rows import Row
+from fledge.bench.summary import Summary, Sweep, load_text
 from fledge.bench.verdict import Reference
 from fledge.evaluation.report import acceptance_length, acceptance_rates, complete_cells
 from fledge.evaluation.results import Load

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fledge.bench.figures import decoding, latency, throughput, why_partial
-from fledge.bench.summary import Key, Row, Summary
+from fledge.bench.rows import Row
+from fledge.bench.summary import Key, Summary
 from fledge.evaluation.report import acceptance
 from fledge.evaluation.results import Cell, Load, Results
 from fledge.records import Record, encode

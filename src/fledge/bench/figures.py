@@ -3,13 +3,14 @@
 A cell that is not complete enters no figure beside complete ones, and a ratio with such a side has none but a reason.
 """
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fledge.evaluation.report import BOOTSTRAP, acceptance_length, acceptance_rates
-from fledge.evaluation.results import Cell, conversation_of
+from fledge.evaluation.results import Cell, conversation_of, share_repeated
 from fledge.records import Record
 from fledge.report.intervals import Interval, Panel, mean_ratio, pooled
 
@@ -26,6 +27,8 @@ class Figures(Record):
     ttft_ms: Spread | None
     tpot_ms: Spread | None
     acceptance_length: Interval | None
+    fresh_acceptance_length: Interval | None  # without the rounds in repetition
+    repeated: float | None  # share of the answers' tokens
     rate_by_depth: tuple[Interval, ...]
     rounds: int  # verified, in all that entered
     requests: int  # that entered the figures
@@ -46,6 +49,8 @@ def figures_of(cells: Sequence[Cell]) -> Figures:
         ttft_ms=_spread(used, "ttft"),
         tpot_ms=_spread(used, "tpot"),
         acceptance_length=acceptance_length(used),
+        fresh_acceptance_length=acceptance_length(used, fresh=True),
+        repeated=share_repeated(one for cell in used for one in cell.good),
         rate_by_depth=tuple(acceptance_rates(used).values()),
         rounds=sum(cell.acceptance_statistics.rounds for cell in used),
         requests=sum(len(cell.good) for cell in used),
@@ -93,6 +98,47 @@ def ratio(of: Panel, base: Panel, *, offset: float = 0.0) -> Interval | None:
 def speed_ratio(cells: Sequence[Cell], base: Sequence[Cell]) -> Interval | None:
     """Of the speeds per user."""
     return ratio(decoding(cells), decoding(base))
+
+
+def fastest_by_half(several: Mapping[str, Sequence[Cell]], base: Sequence[Cell]) -> tuple[str, ...]:
+    """The fastest per user on each half of the prompts; none, where one of them has nothing on a half.
+
+    Ratios to `base` decide; where it is empty, speeds do.
+    """
+    chosen = []
+    for prompts in halves(cell for cells in several.values() for cell in cells):
+        against = decoding(_only(base, prompts))
+        panels = {name: decoding(_only(cells, prompts)) for name, cells in several.items()}
+        values = {
+            name: panel.beside(against).value(lambda sides: mean_ratio(sides[0])) if base else panel.value(pooled())
+            for name, panel in panels.items()
+        }
+        known = {name: value for name, value in values.items() if value is not None}
+        if not known or len(known) < len(several):
+            return ()
+        chosen.append(max(known, key=lambda name: known[name]))
+    return tuple(chosen)
+
+
+def held_out(first: Sequence[Cell], second: Sequence[Cell]) -> list[Cell]:
+    """What was chosen on the first half of the prompts, on the second, and the other way round; for speeds per user."""
+    one, other = halves([*first, *second])
+    return _only(first, other) + _only(second, one)
+
+
+def halves(cells: Iterable[Cell]) -> tuple[set[str], set[str]]:
+    """The prompts in two halves. A hash of their ids decides: they may be sorted by subject, and runs must agree."""
+    prompts = {conversation_of(request.prompt) for cell in cells for request in cell.requests}
+    ordered = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+    return set(ordered[::2]), set(ordered[1::2])
+
+
+def _only(cells: Iterable[Cell], prompts: Container[str]) -> list[Cell]:
+    """The requests of these prompts."""
+    return [
+        replace(cell, requests=tuple(one for one in cell.requests if conversation_of(one.prompt) in prompts))
+        for cell in cells
+    ]
 
 
 def decoding(cells: Iterable[Cell]) -> Panel:

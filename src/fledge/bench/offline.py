@@ -32,7 +32,7 @@ from fledge.engine.protocol import DeadEngineError, Engine
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.engine.vllm_engine import VllmEngine
 from fledge.errors import ConfigError
-from fledge.evaluation.results import Cell, Contender, RequestRecord, Results, Status, tally_triples, token_digest
+from fledge.evaluation.results import Cell, Contender, RequestRecord, Results, Status, answer_facts, tally_triples
 from fledge.evaluation.workloads import Prompt, spread, tokenised
 from fledge.files import read_json
 from fledge.models.config import DrafterConfig
@@ -189,11 +189,13 @@ class ClosedLoop:
             sent=sent or 0.0,
             first_token=first,
             done=None if error is not None else done,
-            prompt_tokens=len(prompt.token_ids),
-            output_tokens=len(tokens),
             error=error,
-            digest=token_digest(tokens),
-            acceptance=tally_triples(metrics.acceptance),
+            **answer_facts(
+                tokens,
+                prompt_tokens=len(prompt.token_ids),
+                acceptance=metrics.acceptance,
+                rounds=metrics.rounds,
+            ),
         )
 
     @property

@@ -13,7 +13,8 @@ from rich.text import Text
 from fledge.bench import verdict
 from fledge.bench.charts import charts
 from fledge.bench.figures import Spread
-from fledge.bench.summary import Row, Summary, load_text
+from fledge.bench.rows import Row
+from fledge.bench.summary import Summary, load_text
 from fledge.bench.verdict import Reference, overall, warnings
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Results
@@ -33,6 +34,10 @@ _REQUESTS: Column = (
     lambda row: f"{row.figures.requests:,}" + (f" (+{row.figures.errors} failed)" if row.figures.errors else ""),
 )
 _LENGTH: Column = ("acceptance length", lambda row: figure_cell(row.figures.acceptance_length, "{:.2f}"))
+_FRESH: tuple[Column, Column] = (
+    ("without repetition", lambda row: figure_cell(row.figures.fresh_acceptance_length, "{:.2f}")),
+    ("repeated tokens", lambda row: "" if row.figures.repeated is None else prose.percent(row.figures.repeated)),
+)
 
 
 def print_results(summary: Summary, console: Console) -> None:
@@ -79,6 +84,7 @@ def speed_table(summary: Summary) -> Table:
         ("tokens/s in all", lambda row: figure_cell(row.figures.total_tokens_per_second)),
         ("ratio", lambda row: ratio(row, row.total)),
         _LENGTH,
+        *(_FRESH if summary.tells_repetition else ()),
         _REQUESTS,
     )
 
@@ -115,6 +121,7 @@ def rounds_table(summary: Summary) -> Table:
         "",
         [row for row in summary.rows.values() if row.figures.acceptance_length],
         _LENGTH,
+        *(_FRESH if summary.tells_repetition else ()),
         ("round costs, in plain steps", cost),
         ("tokens verified at once", at_once),
         (

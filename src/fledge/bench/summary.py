@@ -1,130 +1,26 @@
 """One results file with everything derived from it: what tables, pictures, sentences and `--json` all read."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
-from fledge.bench.figures import Figures, figures_of, ratio, speed_ratio, throughput, why_no_ratio
+from fledge.bench.figures import fastest_by_half, held_out, speed_ratio, why_no_ratio
+from fledge.bench.rows import Best, Row
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.evaluation.report import EvalReport
-from fledge.evaluation.results import Cell, Contender, Load, Results
+from fledge.evaluation.report import EvalReport, looping
+from fledge.evaluation.results import Contender, Load, Results
 from fledge.evaluation.workloads import grouped
-from fledge.records import Record, encode
 from fledge.report.charts import SERIES
 from fledge.report.intervals import Interval
-from fledge.report.prose import sign_of, times
+from fledge.report.prose import sign_of
 
 MANY_DEPTHS = 3  # from here on, a line for each depth hides what the drafter does
 _DEPTH = "num_speculative_tokens"
 # Of these a depth alone does not tell.
 _NO_CHAIN = {"adaptive", "tree_width", "tree_budget", "num_speculative_tokens_per_batch_size"}
 Key = tuple[str, str, Load]  # contender, workload, load
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A contender on a workload under a load, in all repeats; beside the baseline there, unless it is that itself."""
-
-    contender: str
-    workload: str
-    load: Load
-    cells: list[Cell]
-    baseline: str | None
-    base: list[Cell]  # of the baseline
-
-    def to_dict(self, *names: str) -> dict[str, Any]:
-        """These of its figures, as JSON values."""
-        return {name: encode(getattr(self, name)) for name in ("contender", "workload", "load", *names)}
-
-    @property
-    def where(self) -> str:
-        return f"{self.workload}, {self.load}"
-
-    @cached_property
-    def figures(self) -> Figures:
-        return figures_of(self.cells)
-
-    @property
-    def speed(self) -> Interval | None:
-        """Tokens per second of each user, if this was measured in full."""
-        return None if self.figures.partial else self.figures.per_user_tokens_per_second
-
-    @property
-    def is_compared(self) -> bool:
-        return self.baseline not in (None, self.contender)
-
-    @cached_property
-    def reason(self) -> str | None:
-        """Why there is no ratio: a side is not whole, or the two have nothing in common."""
-        return why_no_ratio(self.contender, self.cells, self.baseline or "", self.base)
-
-    @cached_property
-    def per_user(self) -> Interval | None:
-        """Speed over the baseline's, in the same repeats."""
-        return speed_ratio(self.cells, self.base) if self.is_compared and not self.reason else None
-
-    @cached_property
-    def total(self) -> Interval | None:
-        """The same of all users together."""
-        is_whole = self.is_compared and not self.reason
-        return ratio(throughput(self.cells), throughput(self.base)) if is_whole else None
-
-    @property
-    def sign(self) -> int:
-        """1 where it is faster than the baseline beyond noise, -1 where it is slower, else 0."""
-        return sign_of(self.per_user, around=1.0) if self.per_user else 0
-
-    @property
-    def round_cost(self) -> float | None:
-        """Plain steps that a round costs: acceptance length over the ratio, since ratio = tokens per round / cost."""
-        length = self.figures.acceptance_length
-        return length.value / self.per_user.value if length and self.per_user else None
-
-    @property
-    def compared(self) -> int:
-        """Answers that have one of the baseline beside them, by prompt and repeat."""
-        return self._shared(2)
-
-    @property
-    def different(self) -> int:
-        """Of these, how many are not the baseline's."""
-        return self._shared(2) - self._shared(3)
-
-    def _shared(self, parts: int) -> int:
-        """Answers of both sides that have the first so many of repeat, prompt and digest in common."""
-        mine, theirs = (
-            Counter((cell.repeat, one.prompt, one.digest)[:parts] for cell in cells for one in cell.good if one.digest)
-            for cells in (self.cells, self.base)
-        )
-        return (mine & theirs).total()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Best(Record):
-    """The contender that is the fastest per user, of the ways to use one drafter that were measured in full."""
-
-    contender: str
-    workload: str
-    load: Load
-    drafter: str
-    alike: tuple[str, ...]  # others that are not beyond noise slower
-    baseline: str | None
-    over_baseline: Interval | None
-
-    def __str__(self) -> str:
-        """Nothing is called the fastest that is not faster than the baseline beyond noise."""
-        said, over = f"{self.contender} is the fastest per user", self.over_baseline
-        if over and sign_of(over, around=1.0) > 0:
-            said += f", {times(over)} the speed of {self.baseline}"
-        elif over:
-            how = "measured once" if over.low is None else "no faster beyond noise"
-            how = "slower at best" if sign_of(over, around=1.0) < 0 else how
-            said = f"{how}, {times(over)} the speed of {self.baseline} per user with {self.contender}"
-        alike = f"; not told apart from it: {', '.join(self.alike)}" if self.alike else ""
-        return f"{self.workload}, {self.load}, {self.drafter}: {said}{alike}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,11 +90,21 @@ class Summary:
         return {
             "status": self.results.status,
             "baseline": self.baseline,
-            "notes": list(self.results.notes),
+            "notes": self.notes,
             "rows": [row.to_dict("figures") for row in self.rows.values()],
             "ratios": [row.to_dict("baseline", "per_user", "total", "reason") for row in self.ratios],
             "agreements": [row.to_dict("baseline", "compared", "different") for row in self.agreements],
         }
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What must be known beside the figures."""
+        return [*looping(self.results), *self.results.notes]
+
+    @property
+    def tells_repetition(self) -> bool:
+        """Whether acceptance is known round by round, as our own engine tells it."""
+        return any(row.figures.fresh_acceptance_length for row in self.rows.values())
 
     # Who takes part.
 
@@ -259,12 +165,17 @@ class Summary:
             return configured
         return max((len(row.figures.rate_by_depth) for row in self.rows_of(name)), default=0) or None
 
-    def lengths_of(self, name: str) -> dict[str, Interval]:
-        """Acceptance length by workload, at the lowest load that was measured in full: it hardly depends on that."""
+    def lengths_of(self, name: str, *, fresh: bool = False) -> dict[str, Interval]:
+        """Acceptance length by workload, at the lowest load that was measured in full: it hardly depends on that.
+
+        `fresh`: without the rounds in repetition.
+        """
         found: dict[str, Interval] = {}
         for row in sorted(self.rows_of(name), key=lambda row: row.figures.partial):
-            if row.figures.acceptance_length is not None:
-                found.setdefault(row.workload, row.figures.acceptance_length)
+            figures = row.figures
+            length = figures.fresh_acceptance_length if fresh else figures.acceptance_length
+            if length is not None:
+                found.setdefault(row.workload, length)
         return found
 
     # One drafter at several depths.
@@ -314,10 +225,18 @@ class Summary:
         }
 
     def shown(self, line: Sweep, workload: str, load: Load) -> Row | None:
-        """The row that stands for a line under a load: of many depths the fastest."""
-        best = self.best_depths.get((line, workload, load))
-        name = line.first if not line.is_deep else best.contender if best else ""
-        return self.rows.get((name, workload, load))
+        """The row that stands for a line under a load: of many depths the fastest, as choosing it does."""
+        return self._shown.get((line, workload, load)) if line.is_deep else self.rows.get((line.first, workload, load))
+
+    @cached_property
+    def _shown(self) -> dict[tuple[Sweep, str, Load], Row]:
+        return {where: self._reported(best) for where, best in self.best_depths.items()}
+
+    def _reported(self, best: Best) -> Row:
+        """The row of the best, with the ratio that choosing gives."""
+        where = best.workload, best.load
+        cells = [self.rows[name, *where].cells for name in best.chosen or ()]
+        return replace(self.rows[best.contender, *where], held_out=held_out(*cells) if cells else ())
 
     @property
     def best_modes(self) -> list[Best]:
@@ -342,9 +261,18 @@ class Summary:
         cells = self.rows[best, workload, load].cells
         ahead = {row.contender: speed_ratio(cells, row.cells) for row in rows if row.contender in values}
         alike = [name for name, value in ahead.items() if not value or sign_of(value, around=1.0) <= 0]
-        where: Any = {"contender": best, "workload": workload, "load": load, "drafter": drafter}
-        others = tuple(name for name in alike if name != best)
-        return Best(**where, alike=others, baseline=self.baseline if over else None, over_baseline=over.get(best))
+        tried = {row.contender: row.cells for row in rows if row.contender in values}
+        found = Best(
+            contender=best,
+            workload=workload,
+            load=load,
+            drafter=drafter,
+            alike=tuple(name for name in alike if name != best),
+            baseline=self.baseline if over else None,
+            over_baseline=None,
+            chosen=fastest_by_half(tried, rows[0].base if over else ()) if len(tried) > 1 else None,
+        )
+        return replace(found, over_baseline=self._reported(found).per_user) if over else found
 
 
 def summaries(several: Iterable[Results], baseline: str | None = None) -> list[Summary]:

@@ -12,7 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from fledge.bench.figures import ratio, speed_ratio
-from fledge.bench.summary import Row, Summary, Sweep, load_text
+from fledge.bench.rows import Row
+from fledge.bench.summary import Summary, Sweep, load_text
 from fledge.errors import ConfigError
 from fledge.evaluation.report import acceptance, complete_cells
 from fledge.evaluation.results import Load
@@ -49,7 +50,7 @@ def _said(template: str, summary: Summary, **values: Any) -> list[Sentence]:
 
 def warnings(summary: Summary) -> list[str]:
     """What must stand beside the figures, most important first; then the notes of the results."""
-    return list(dict.fromkeys([*(one.text for one in _said("warnings", summary)), *summary.results.notes]))
+    return list(dict.fromkeys([*(one.text for one in _said("warnings", summary)), *summary.notes]))
 
 
 def verdicts(summary: Summary) -> list[Card]:
@@ -125,7 +126,7 @@ def _best_against_best(summary: Summary) -> Iterator[tuple[Sweep, Sweep, str, li
         points = []
         for load in summary.loads:
             mine, theirs = (summary.shown(one, workload, load) for one in (sweep, other))
-            if mine and theirs and (value := speed_ratio(mine.cells, theirs.cells)):
+            if mine and theirs and (value := speed_ratio(mine.decoded, theirs.decoded)):
                 points.append((load, value, sweep.depths[mine.contender], other.depths[theirs.contender]))
         if points:
             yield sweep, other, workload, points

@@ -87,7 +87,7 @@ def evaluate(
         console.print(report.lossless, markup=False)
         for path in filter(None, (out, markdown)):
             console.print(f"Written: {path}", markup=False, soft_wrap=True)
-    for note in results.notes:
+    for note in report.notes:
         print(f"note: {note}", file=sys.stderr)
     if any(note.startswith("interrupted") for note in results.notes):
         raise typer.Exit(INTERRUPTED)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 HOPELESS_ROUNDS, HOPELESS_RATE = 30, 0.05
 REPEATED_NGRAM = 8
+LOOPING = 0.2  # of a target's tokens: where more are repeated, its figures without repetition are the ones to compare
 
 
 def repeated_tokens(tokens: Sequence[int], n: int = REPEATED_NGRAM) -> list[bool]:
@@ -60,6 +61,15 @@ class AcceptanceStatistics:
         for part in parts:
             pooled.tally.update(part.tally)
         return pooled
+
+    @classmethod
+    def outside_repetition(
+        cls, rounds: Iterable[tuple[int, int, int]], repeated: Sequence[bool]
+    ) -> "AcceptanceStatistics":
+        """Count the rounds (first place in the answer, drafted, accepted) that do not start on a repeated token."""
+        found = cls()
+        found.count((drafted, accepted) for start, drafted, accepted in rounds if not any(repeated[start : start + 1]))
+        return found
 
     def since(self, before: "AcceptanceStatistics") -> "AcceptanceStatistics":
         """What was added after `before`, an earlier state of this tally."""

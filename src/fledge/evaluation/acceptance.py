@@ -26,7 +26,14 @@ from fledge.engine.outputs import RequestOutput
 from fledge.engine.protocol import EngineStats
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
-from fledge.evaluation.results import RequestRecord, Tally, statistics_of, tally_triples, token_digest
+from fledge.evaluation.results import (
+    RequestRecord,
+    Tally,
+    answer_facts,
+    share_repeated,
+    statistics_of,
+    tally_triples,
+)
 from fledge.evaluation.workloads import Prompt, Workload, grouped
 from fledge.progress import Advance
 from fledge.records import Record
@@ -91,6 +98,15 @@ class Measurement(Record):
     def total(self) -> AcceptanceStatistics:
         told = [triple for request in self.requests for triple in request.acceptance]
         return statistics_of(told or self.counted)
+
+    @property
+    def fresh(self) -> AcceptanceStatistics:
+        """Without the rounds in repetition; none where requests do not tell."""
+        return statistics_of(triple for request in self.requests for triple in request.fresh_acceptance)
+
+    @property
+    def share_repeated(self) -> float | None:
+        return share_repeated(self.requests)
 
     @property
     def tokens(self) -> int:
@@ -252,10 +268,12 @@ def request_record(prompt: str, output: RequestOutput, in_draft: torch.Tensor | 
         sent=0.0,  # all are submitted before the first one runs
         first_token=output.metrics.time_to_first_token,
         done=output.metrics.seconds,
-        prompt_tokens=len(output.prompt_token_ids),
-        output_tokens=len(tokens),
-        digest=token_digest(tokens),
-        acceptance=tally_triples(output.metrics.acceptance),
+        **answer_facts(
+            tokens,
+            prompt_tokens=len(output.prompt_token_ids),
+            acceptance=output.metrics.acceptance,
+            rounds=completion.rounds,
+        ),
         missed=len(right),
         missed_outside=0 if in_draft is None else sum(not in_draft[token] for token in right),
     )

@@ -15,7 +15,7 @@ import numpy as np
 from fledge.decoding.drafter_statistics import BINS, Reliability, StateGrowth, Triples
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
-from fledge.evaluation.results import Results
+from fledge.evaluation.results import Results, share_repeated
 from fledge.files import parse_json, write_json
 from fledge.records import Record
 
@@ -31,6 +31,8 @@ class BaselineCell(Record):
     rounds: int
     acceptance_length: float
     rate_by_depth: tuple[float, ...]  # share of rounds whose draft at each depth stood
+    fresh_acceptance_length: float | None = None  # without the rounds in repetition; live traffic has these too
+    repeated: float | None = None  # share of the answers' tokens that are repeated
     growth_by_depth: tuple[float, ...] = ()  # of the drafter's hidden state; empty: not measured
     reliability: Triples = ()  # in each tenth of confidence: drafts, their confidence summed up, those accepted
 
@@ -41,11 +43,14 @@ class BaselineCell(Record):
         *,
         temperature: float,
         depth: int,
+        fresh: AcceptanceStatistics | None = None,
+        repeated: float | None = None,
         growth: StateGrowth | None = None,
         reliability: Reliability | None = None,
     ) -> "BaselineCell":
-        """`statistics` has rounds."""
+        """`statistics` has rounds; `fresh` are those outside repetition, where they are known."""
         triples = () if reliability is None else reliability.triples
+        fresh_length = None if fresh is None else fresh.acceptance_length
         return cls(
             growth_by_depth=() if growth is None else tuple(round(value, 4) for value in growth.by_depth),
             reliability=tuple((round(n), round(sure, 2), round(stood)) for n, sure, stood in triples),
@@ -54,6 +59,8 @@ class BaselineCell(Record):
             rounds=statistics.rounds,
             acceptance_length=round(statistics.acceptance_length or 1.0, 4),
             rate_by_depth=tuple(round(rate, 4) for rate in statistics.rate_by_depth),
+            fresh_acceptance_length=None if fresh_length is None else round(fresh_length, 4),
+            repeated=None if repeated is None else round(repeated, 4),
         )
 
     def rates(self, depth: int) -> list[float]:
@@ -132,6 +139,8 @@ def baselines(results: Results) -> dict[str, Baseline]:
                 pooled,
                 temperature=one.temperature or 0.0,
                 depth=depth,
+                fresh=AcceptanceStatistics.merge(cell.fresh_statistics for cell in mine),
+                repeated=share_repeated(request for cell in mine for request in cell.good),
                 growth=StateGrowth.merge(StateGrowth.of(cell.state_growth) for cell in mine),
                 reliability=Reliability.merge(Reliability.of(cell.reliability) for cell in mine),
             )

@@ -1,7 +1,7 @@
 """What `fledge eval` measured: acceptance with intervals, derived from results alone, as tables, cards and pictures."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,8 +11,16 @@ from typing import Any
 
 import matplotlib
 
-from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.evaluation.results import Cell, Contender, RequestRecord, Results, conversation_of, statistics_of
+from fledge.decoding.statistics import LOOPING, AcceptanceStatistics
+from fledge.evaluation.results import (
+    Cell,
+    Contender,
+    RequestRecord,
+    Results,
+    conversation_of,
+    share_repeated,
+    statistics_of,
+)
 from fledge.evaluation.workloads import LENGTH_BUCKETS, grouped, length_bucket
 from fledge.records import Record
 from fledge.report.charts import SERIES, STYLE, Chart, charts_of, forest, lines_by_depth, series_style
@@ -36,6 +44,10 @@ class EvalRow(Record):
     temperature: float
     by_workload: Mapping[str, Interval]  # those that were measured in full
     mean: Interval | None  # of the workloads, each weighing the same; None where one of them is missing
+    fresh_by_workload: Mapping[str, Interval]  # without the rounds in repetition, where each round is known
+    fresh_mean: Interval | None
+    repeated_by_workload: Mapping[str, float]  # share of the answers' tokens that are repeated
+    repeated: float | None  # of all answers
     by_category: Mapping[str, Interval]
     by_length: Mapping[str, Interval]  # of prompts up to so many tokens
     rate_by_depth: tuple[float, ...]  # share of drafts at each depth that stood
@@ -78,7 +90,11 @@ def eval_row(results: Results, contender: Contender) -> EvalRow:
         for prompt in prompts
     }
     several = grouped(cells, lambda cell: cell.workload)
-    by_workload = {name: length for name, own in several.items() if (length := acceptance_length(own)) is not None}
+    by_workload, fresh_by_workload = (
+        {name: length for name, own in several.items() if (length := acceptance_length(own, fresh=fresh)) is not None}
+        for fresh in (False, True)
+    )
+    repeated = {name: share_repeated(one for cell in own for one in cell.good) for name, own in several.items()}
     by_length = _lengths(cells, lambda _, record: length_bucket(record.prompt_tokens or 0))
     whole = AcceptanceStatistics.merge(cell.acceptance_statistics for cell in cells)
     parted = Counter(record.differs for record in records)
@@ -89,6 +105,10 @@ def eval_row(results: Results, contender: Contender) -> EvalRow:
         temperature=contender.temperature or 0.0,
         by_workload=by_workload,
         mean=_mean([by_workload.get(name) for name in workloads_of(results)]),
+        fresh_by_workload=fresh_by_workload,
+        fresh_mean=_mean([fresh_by_workload.get(name) for name in workloads_of(results)]),
+        repeated_by_workload={name: share for name, share in repeated.items() if share is not None},
+        repeated=share_repeated(records),
         by_category=_lengths(cells, lambda workload, record: categories[workload, record.prompt]),
         by_length={name: by_length[name] for name in [*LENGTH_BUCKETS, *by_length] if name in by_length},
         rate_by_depth=whole.rate_by_depth,
@@ -109,16 +129,40 @@ def eval_row(results: Results, contender: Contender) -> EvalRow:
     )
 
 
-def acceptance(cells: Iterable[Cell], depths: int = 0) -> Panel:
+def looping(results: Results) -> list[str]:
+    """A warning for each temperature at which the target repeats itself too much for figures over all rounds."""
+    found: dict[str, defaultdict[str, list[RequestRecord]]] = {}
+    temperatures = {one.name: one.temperature for one in results.contenders}
+    for cell in results.cells:
+        temperature = temperatures[cell.contender]
+        temperature = results.settings.get("temperature") if temperature is None else temperature
+        text = (
+            "greedy text" if temperature == 0 else "text" + (f" at temperature {temperature:g}" if temperature else "")
+        )
+        found.setdefault(text, defaultdict(list))[cell.workload] += cell.good
+    lines = []
+    for text, workloads in found.items():
+        shares = {name: share for name, several in workloads.items() if (share := share_repeated(several)) is not None}
+        loops = [name for name, share in shares.items() if share > LOOPING]
+        if loops:
+            where = ", ".join(f"{percent(shares[name])} of its {text} on {name}" for name in loops)
+            lines.append(f"the target repeats itself in {where}; figures without repetition are the ones to compare")
+    return lines
+
+
+def acceptance(cells: Iterable[Cell], depths: int = 0, *, fresh: bool = False) -> Panel:
     """Columns: accepted drafts and rounds; or, of each of so many depths, drafts that stood and drafts.
+
+    `fresh`: of the rounds outside repetition, which requests alone can tell.
 
     A cell none of whose requests tells has its own tally, as a server tells of all prompts together. The turns of a
     conversation are one prompt, and prompts of two workloads with the same id are two.
     """
     rows = []
     for cell in cells:
-        telling = [(conversation_of(one.prompt), one.acceptance) for one in cell.good if one.acceptance]
-        for prompt, tally in telling or [("", cell.acceptance)]:
+        tallies = [(one.prompt, one.fresh_acceptance if fresh else one.acceptance) for one in cell.good]
+        telling = [(conversation_of(prompt), tally) for prompt, tally in tallies if tally]
+        for prompt, tally in telling or [("", () if fresh else cell.acceptance)]:
             one = statistics_of(tally)
             sums = [sum(one.accepted_by_depth), one.rounds]
             if depths:
@@ -129,8 +173,9 @@ def acceptance(cells: Iterable[Cell], depths: int = 0) -> Panel:
     return Panel.collect(rows, columns=2 * (depths or 1))
 
 
-def acceptance_length(cells: Iterable[Cell]) -> Interval | None:
-    return BOOTSTRAP.interval([acceptance(cells)], pooled(offset=1.0), is_share=True)
+def acceptance_length(cells: Iterable[Cell], *, fresh: bool = False) -> Interval | None:
+    """Of all rounds, or of those outside repetition."""
+    return BOOTSTRAP.interval([acceptance(cells, fresh=fresh)], pooled(offset=1.0), is_share=True)
 
 
 def acceptance_rates(cells: Sequence[Cell]) -> dict[int, Interval]:
@@ -207,15 +252,41 @@ class EvalReport:
         names = [*workloads_of(self.results), "mean"]
         lengths: dict[str, list[Mapping[str, Interval | None]]] = {
             "Acceptance length": [{**dict.fromkeys(names), **row.by_workload, "mean": row.mean} for row in self.rows],
+            "Without repetition": [
+                {**dict.fromkeys(names), **row.fresh_by_workload, "mean": row.fresh_mean}
+                for row in self.rows
+                if self.tells_repetition
+            ],
             "By category": [row.by_category for row in self.rows],
             "By input length, prompts of up to so many tokens": [row.by_length for row in self.rows],
         }
+        repeated = [
+            [NOTHING if share is None else percent(share) for share in self._repeated(row)] for row in self.rows
+        ]
         found = []
         for what, values in lengths.items():
             names = list(dict.fromkeys(name for of_row in values for name in of_row))
             if len(names) > 1:
                 found.append(table(what, names, [[write(of_row.get(name)) for name in names] for of_row in values]))
-        return [*found[:1], table(title, header, rates), *found[1:]]
+        fresh = []
+        if self.tells_repetition:
+            shares = table("Repeated tokens", [*workloads_of(self.results), "all"], repeated)
+            fresh = [found.pop(1), shares]
+        return [*found[:1], *fresh, table(title, header, rates), *found[1:]]
+
+    @property
+    def tells_repetition(self) -> bool:
+        """Results of earlier versions, and a vLLM that tells no rounds, do not."""
+        return any(row.fresh_by_workload for row in self.rows)
+
+    def _repeated(self, row: EvalRow) -> list[float | None]:
+        """Of each workload, and of all."""
+        return [*map(row.repeated_by_workload.get, workloads_of(self.results)), row.repeated]
+
+    @property
+    def notes(self) -> list[str]:
+        """What must be known beside the figures."""
+        return [*looping(self.results), *self.results.notes]
 
     def markdown(self) -> str:
         """The tables for a model card, with what a reader needs to know to compare them."""
@@ -228,7 +299,7 @@ class EvalReport:
     def summary(self) -> dict[str, Any]:
         """What `--json` prints."""
         rows = [{**row.to_dict(), "outside_vocabulary": row.outside_vocabulary} for row in self.rows]
-        return {"status": self.results.status, "notes": list(self.results.notes), "rows": rows}
+        return {"status": self.results.status, "notes": self.notes, "rows": rows}
 
     @property
     def lossless(self) -> str:

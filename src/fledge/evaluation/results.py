@@ -8,13 +8,14 @@ import hashlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from fledge.decoding.drafter_statistics import Triples
-from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.decoding.statistics import AcceptanceStatistics, repeated_tokens
+from fledge.engine.outputs import RoundRecord
 from fledge.errors import ConfigError
 from fledge.files import parse_json, read_bytes, write_text
 from fledge.records import Record, decode
@@ -80,6 +81,8 @@ class RequestRecord(Record):
     error: str | None = None  # one line; such a request is in no mean
     digest: str | None = None  # of the tokens or the text: whether two contenders said the same
     acceptance: Tally = ()  # where the contender tells
+    fresh_acceptance: Tally = ()  # of the rounds outside repetition, where it tells of each round
+    repeated_tokens: int | None = None  # of its output, see `decoding/statistics.py`; None: not known
     missed: int | None = None  # drafts refused whose right token is known
     missed_outside: int | None = None  # of these, those whose right token is not in the draft vocabulary
     differs: Difference | None = None  # from the target's own greedy answer
@@ -116,6 +119,11 @@ class Cell(Record):
         """Pooled over the requests that tell, or the cell's own tally."""
         told = [triple for request in self.good for triple in request.acceptance]
         return statistics_of(told or self.acceptance)
+
+    @property
+    def fresh_statistics(self) -> AcceptanceStatistics:
+        """Of the rounds outside repetition, where requests tell."""
+        return statistics_of(triple for request in self.good for triple in request.fresh_acceptance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +174,29 @@ def token_digest(tokens: Iterable[int]) -> str:
 def tally_triples(statistics: AcceptanceStatistics) -> Tally:
     """A tally as results store it."""
     return tuple((drafted, accepted, rounds) for (drafted, accepted), rounds in sorted(statistics.tally.items()))
+
+
+def answer_facts(
+    tokens: Sequence[int], *, prompt_tokens: int, acceptance: AcceptanceStatistics, rounds: Iterable[RoundRecord]
+) -> dict[str, Any]:
+    """What a `RequestRecord` says of an answer. A round that starts on a repeated token is not fresh."""
+    repeated = repeated_tokens(tokens)
+    within = ((start - prompt_tokens, drafted, accepted) for start, drafted, accepted in rounds)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": len(tokens),
+        "digest": token_digest(tokens),
+        "acceptance": tally_triples(acceptance),
+        "fresh_acceptance": tally_triples(AcceptanceStatistics.outside_repetition(within, repeated)),
+        "repeated_tokens": sum(repeated),
+    }
+
+
+def share_repeated(requests: Iterable[RequestRecord]) -> float | None:
+    """Of the tokens of requests that tell; None where none does."""
+    known = [(one.repeated_tokens, one.output_tokens) for one in requests if one.repeated_tokens is not None]
+    total = sum(tokens for _, tokens in known)
+    return sum(repeated for repeated, _ in known) / total if total else None
 
 
 def statistics_of(tally: Iterable[tuple[int, int, int]]) -> AcceptanceStatistics:

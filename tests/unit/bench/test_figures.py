@@ -8,7 +8,8 @@ from rich.console import Console
 
 from fledge.bench.figures import decoding, figures_of, latencies
 from fledge.bench.report import print_results
-from fledge.bench.summary import Row, Summary
+from fledge.bench.rows import Row
+from fledge.bench.summary import Summary
 from fledge.bench.verdict import warnings
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError

@@ -9,6 +9,7 @@ import pytest
 
 from fledge.bench import offline
 from fledge.bench.draft_modes import draft_modes
+from fledge.bench.figures import halves
 from fledge.bench.inflate import SHAPES
 from fledge.bench.offline import (
     ClosedLoop,
@@ -17,7 +18,8 @@ from fledge.bench.offline import (
     cycled,
     graph_sizes,
 )
-from fledge.bench.summary import Best, Summary
+from fledge.bench.rows import Best
+from fledge.bench.summary import Summary
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
@@ -312,7 +314,30 @@ def test_the_best_depth_is_named_with_those_it_cannot_be_told_from() -> None:
     assert best.over_baseline.value == pytest.approx(2.0)
     line = str(best)
     assert "K=5 is the fastest per user, 2.00x" in line
+    assert " (chosen on other prompts)" in line
     assert line.endswith("not told apart from it: K=4")
+
+
+def test_the_best_depth_is_chosen_on_other_prompts_than_it_is_reported_on() -> None:
+    """Each depth is twice as fast as no speculation on one half of the prompts and just as fast on the other."""
+    results = results_with({"none": 0.02, "K=3": 0.02, "K=5": 0.02})
+    quick = dict(zip(("K=3", "K=5"), halves(results.cells), strict=True))
+    assert [len(prompts) for prompts in quick.values()] == [5, 5]
+
+    def halved(cell: Cell) -> Cell:
+        prompts = quick.get(cell.contender, ())
+        return replace(
+            cell,
+            requests=tuple(
+                replace(one, done=0.1 + ((one.done or 0) - 0.1) / (2 if one.prompt in prompts else 1))
+                for one in cell.requests
+            ),
+        )
+
+    (best,) = best_modes(replace(results, cells=tuple(map(halved, results.cells))))
+    assert best.chosen == ("K=3", "K=5")
+    assert best.over_baseline is not None
+    assert best.over_baseline.value == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

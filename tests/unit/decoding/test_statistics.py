@@ -38,6 +38,14 @@ def test_repetition_is_what_is_inside_an_ngram_seen_before():
     assert repeated_tokens([]) == []
 
 
+def test_a_round_is_left_out_if_it_starts_in_repetition():
+    repeated = [False, False, True, True]
+    rounds = [(0, 3, 1), (1, 3, 2), (2, 3, 3), (4, 3, 0)]  # the last starts after a trimmed answer's end
+    found = AcceptanceStatistics.outside_repetition(rounds, repeated)
+    assert found.tally == {(3, 1): 1, (3, 2): 1, (3, 0): 1}
+    assert AcceptanceStatistics.outside_repetition([(2, 3, 3)], repeated).acceptance_length is None
+
+
 def test_no_rounds_is_no_figure():
     empty = AcceptanceStatistics()
     empty.add(drafted=0, accepted=0)

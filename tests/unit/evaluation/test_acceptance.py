@@ -12,6 +12,7 @@ from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.outputs import RoundRecord
 from fledge.errors import CheckpointError, PromptError
 from fledge.evaluation.acceptance import (
     AcceptanceMeter,
@@ -22,7 +23,7 @@ from fledge.evaluation.acceptance import (
     request_record,
 )
 from fledge.evaluation.dialogue import answer_seed
-from fledge.evaluation.results import RequestRecord
+from fledge.evaluation.results import RequestRecord, answer_facts, share_repeated
 from fledge.evaluation.workloads import Prompt, Workload, spread
 from fledge.models.drafter.variants import EAGLE_3_1
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
@@ -163,6 +164,21 @@ def test_a_miss_counts_where_its_right_token_is_known(pair: Path) -> None:
     assert record.missed == len(right)
     assert record.missed_outside == right.count(right[0])
     assert request_record("p", output, None).missed_outside == 0
+
+
+def test_a_request_tells_of_its_rounds_outside_repetition() -> None:
+    tokens = [*range(8)] * 3  # all but the first eight are repeated
+    rounds = [RoundRecord(5 + 1, 3, 1), RoundRecord(5 + 7, 3, 2), RoundRecord(5 + 8, 3, 3)]
+    every = AcceptanceStatistics()
+    every.count((one.drafted, one.accepted) for one in rounds)
+    facts = answer_facts(tokens, prompt_tokens=5, acceptance=every, rounds=rounds)
+    record = RequestRecord(prompt="p", sent=0.0, **facts)
+    assert record.acceptance == ((3, 1, 1), (3, 2, 1), (3, 3, 1))
+    assert record.fresh_acceptance == ((3, 1, 1), (3, 2, 1))
+    assert share_repeated([record]) == 16 / 24
+    assert share_repeated([replace(record, repeated_tokens=None)]) is None
+    measured = Measurement(requests=(record,), different=(), seconds=1.0)
+    assert (measured.total.acceptance_length, measured.fresh.acceptance_length) == (3.0, 2.5)
 
 
 def test_first_difference() -> None:

@@ -56,6 +56,38 @@ def only_row(results: Results) -> EvalRow:
     return row
 
 
+def repeating(results: Results, *repeated: int) -> Results:
+    """Of each workload's answers of three tokens so many are repeated, a third of the rounds is fresh and all fail."""
+    cells = [
+        replace(
+            cell,
+            requests=tuple(
+                replace(one, repeated_tokens=count, fresh_acceptance=((2, 0, one.acceptance[0][2] // 3),))
+                for one in cell.requests
+            ),
+        )
+        for cell, count in zip(results.cells, repeated, strict=True)
+    ]
+    return replace(results, cells=tuple(cells))
+
+
+def test_without_repetition_and_a_target_that_loops() -> None:
+    plain = made_up(("a", "1", (2, 2, 9), 5), ("a", "2", (2, 2, 9), 5), ("b", "1", (2, 1, 9), 5))
+    report = EvalReport(repeating(plain, 2, 0))
+    (row,) = report.rows
+    assert {name: length.value for name, length in row.by_workload.items()} == {"a": 3.0, "b": 2.0}
+    assert {name: length.value for name, length in row.fresh_by_workload.items()} == {"a": 1.0, "b": 1.0}
+    assert row.repeated_by_workload == {"a": 2 / 3, "b": 0.0}
+    assert row.repeated == 4 / 9
+    assert [table.title for table in report.tables()][1:3] == ["Without repetition", "Repeated tokens"]
+    line = "the target repeats itself in 67 % of its text on a; figures without repetition are the ones to compare"
+    assert report.notes == [line]
+    assert f"Note: {line}." in report.markdown()
+    assert EvalReport(repeating(plain, 0, 0)).notes == []
+    older = EvalReport(plain)
+    assert (older.notes, older.rows[0].repeated, older.tells_repetition) == ([], None, False)
+
+
 def test_figures_by_hand() -> None:
     row = only_row(
         made_up(

@@ -41,6 +41,8 @@ def result(categories: int = 2, **changes: Any) -> dict[str, Any]:
         "depths": {
             str(depth): {
                 "total": statistics(depth, 2),
+                "fresh": statistics(depth, 1),
+                "repeated": 0.524,
                 "by_source": {"gsm8k": statistics(depth, 2), "mt_bench": statistics(depth, 1)},
                 "by_category": {f"c{i}": statistics(depth, 1) for i in range(categories)},
                 "tokens": 100,
@@ -124,6 +126,8 @@ def test_figures_are_those_measured(recipe: Recipe) -> None:
     assert "| c1 | 1.75 | 1.75 |" in text
     assert "| **all** | **2.50** | **2.50** |" in text
     assert "| 4 | 75% | 75% | 0% | 0% |" in text
+    assert "52% of the answers' tokens are repeated" in text
+    assert "such a token acceptance length is 1.75 at depth 2, 1.75 at depth 4. The target loops" in text
     assert "Lossless: all 24 answers" in text
     assert "step-000400 2.25, step-000500 2.50" in text
     assert "](acceptance.png)" in text

@@ -99,6 +99,10 @@ def test_among_equals_the_last_one(context: StageContext) -> None:
     assert tried == {"step-000004": 1.0, "step-000008": 1.0}
     assert summary["best"] == "step-000008"
     assert summary["different_answers"] == 0
+    baseline = Baseline.read(context.directory / "drafter")
+    assert baseline is not None
+    assert [cell.fresh_acceptance_length for cell in baseline.cells] == list(summary["without_repetition"].values())
+    assert {cell.repeated for cell in baseline.cells} == {summary["repeated"]} != {None}
 
 
 def test_held_out_prompts_are_conversations_or_ids(context: StageContext) -> None:

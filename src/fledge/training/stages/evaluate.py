@@ -21,6 +21,7 @@ from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import describe_quantization, identify_target, read_target_config
 from fledge.decoding.drafter_statistics import Reliability, StateGrowth
+from fledge.decoding.statistics import LOOPING
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import CheckpointError, FledgeError
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings, Measurement, TargetAnswers, TargetTurn
@@ -88,6 +89,8 @@ def run(context: StageContext) -> dict[str, Any]:
     return {
         **{name: result[name] for name in ("evaluated", "best", "acceptance_length")},
         "by_depth": {depth: cell["total"]["acceptance_length"] for depth, cell in depths.items()},
+        "without_repetition": {depth: cell["fresh"]["acceptance_length"] for depth, cell in depths.items()},
+        "repeated": first["repeated"],
         **{
             by: {group: {d: cell[by][group]["acceptance_length"] for d, cell in depths.items()} for group in first[by]}
             for by in ("by_source", "by_category")
@@ -96,7 +99,7 @@ def run(context: StageContext) -> dict[str, Any]:
     }
 
 
-STAGE = Stage(name="eval", version=1, depends_on=("prepare", "fit"), settings=settings, run=run)
+STAGE = Stage(name="eval", version=2, depends_on=("prepare", "fit"), settings=settings, run=run)
 
 
 def _evaluate(context: StageContext, candidates: Sequence[Path]) -> dict[str, Any]:
@@ -177,6 +180,8 @@ def _baseline_cells(result: Mapping[str, Any]) -> list[BaselineCell]:
             rounds=cell["total"]["rounds"],
             acceptance_length=cell["total"]["acceptance_length"],
             rate_by_depth=tuple(cell["total"]["rate_by_depth"]),
+            fresh_acceptance_length=cell["fresh"]["acceptance_length"],
+            repeated=cell["repeated"],
             growth_by_depth=StateGrowth.of(cell["state_growth"]).by_depth,
             reliability=Reliability.of(cell["reliability"]).triples,
         )
@@ -205,6 +210,8 @@ def _figures(measured: Measurement, turns: Sequence[TargetTurn]) -> dict[str, An
     grouped = {"by_source": measured.grouped(sources), "by_category": measured.grouped(categories)}
     return {
         "total": measured.total.to_dict(),
+        "fresh": measured.fresh.to_dict(),  # outside repetition
+        "repeated": measured.share_repeated,
         **{key: {name: each.to_dict() for name, each in groups.items()} for key, groups in grouped.items()},
         "tokens": measured.tokens,
         "different_answers": len(measured.different),
@@ -285,7 +292,7 @@ def model_card(
     """The card as Markdown: what the drafter is, how to serve it, what it was made from, how well it does."""
     about = {"recipe": recipe, "config": config, "result": result, "provenance": provenance, "plots": plots}
     writers = {"yaml": partial(yaml.safe_dump, sort_keys=False, allow_unicode=True), "json": json.dumps}
-    known = {"variant": name_of(config), "numbers": shown_numbers, "max_rows": MAX_ROWS, **writers}
+    known = {"variant": name_of(config), "numbers": shown_numbers, "max_rows": MAX_ROWS, "looping": LOOPING, **writers}
     return page_template("fledge.training", "card.md.jinja").render(**about, **known) + "\n"
 
 

@@ -34,6 +34,7 @@ def evaluate(
     max_model_len: int | None = None,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
+    batch_invariant: bool = False,
     device: str = "auto",
     from_hub: bool = False,
     out: Path | None = None,

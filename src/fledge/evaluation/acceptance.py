@@ -58,6 +58,7 @@ class AcceptanceSettings:
     seed: int = 0
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    batch_invariant: bool = False
     device: str = "auto"
     engine: str = "fledge"  # or vllm, auto
     vllm_python: str | None = None
@@ -130,6 +131,7 @@ class AcceptanceMeter:
         names = ("dtype", "kv_cache_dtype", "device", "max_model_len", "max_num_seqs", "seed", "engine", "vllm_python")
         options: dict[str, Any] = {name: getattr(self.settings, name) for name in names}
         options |= {"vllm_options": self.settings.vllm_options} if self.settings.vllm_options else {}
+        options |= {"batch_invariant": True} if self.settings.batch_invariant else {}
         return LLM(self.settings.target, enable_prefix_caching=False, **options)
 
     @property
@@ -146,7 +148,7 @@ class AcceptanceMeter:
         """How far apart two log-probabilities may be that arithmetic alone may have ordered."""
         # A difference of 1e-7 in a key or value may be one of 1/16 where these are rounded to eight bits.
         is_precise = self.dtype == "float32" and self.settings.kv_cache_dtype in ("auto", "float32")
-        return TIE if is_precise else SIXTEEN_BIT_TIE
+        return TIE if is_precise or self.settings.batch_invariant else SIXTEEN_BIT_TIE
 
     def exchange(self, drafter: str | Path | None, depth: int = 0) -> None:
         """Draft with another drafter or to another depth; None: the target alone. Raises what `LLM` does."""

@@ -25,6 +25,7 @@ _RECORDED = (
     "sample",
     "seed",
     "kv_cache_dtype",
+    "batch_invariant",
 )  # settings that results tell
 _NAMED = 3  # prompts that a note names; the results have all
 

@@ -17,8 +17,8 @@ from fledge.errors import CheckpointError, ConfigError
 from fledge.evaluation.quantization import (
     CALIBRATION_PROMPTS,
     DEPTH,
-    Change,
     Quality,
+    QualityChange,
     mean_squared_inputs,
     measure_quality,
 )
@@ -58,7 +58,7 @@ def quantize(
         written = quantize_target(resolve(source), destination, width, importance, name=source)
         pairs = [(source, drafter), (str(destination), drafter)]
     measured = [measure_quality(one, other, workloads) for one, other in pairs]
-    change = Change.between(*measured) if measured else None
+    change = QualityChange.between(*measured) if measured else None
     if as_json:
         about = {"source": source, "destination": str(destination), "quantize": width, "calibrate": calibrate}
         figures = dict(zip(("before", "after"), map(_figures, measured), strict=False))
@@ -79,7 +79,7 @@ def _print(destination: Path, width: Width, written: Written) -> None:
     typer.echo(f"wrote {destination} ({width}{groups}: {written.linears} linears{calibrated}; {sizes})")
 
 
-def _print_change(measured: Sequence[Quality], change: Change, workload: str, *, of_drafter: bool) -> None:
+def _print_change(measured: Sequence[Quality], change: QualityChange, workload: str, *, of_drafter: bool) -> None:
     where = f"{workload}: {len(measured[0].surprise)} prompts, {measured[0].tokens:,} tokens"
     if not of_drafter:
         perplexities = " -> ".join(f"{one.perplexity:.3f}" for one in measured)

@@ -29,7 +29,7 @@ FEW_PROMPTS: int = _LIMITS["few_prompts"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change(Record):
+class MassChange(Record):
     """How one share of attention changes, means pooled over rounds and intervals over prompts."""
 
     first: float  # at depth 1
@@ -50,8 +50,8 @@ class Change(Record):
 class AttentionChange(Record):
     """Both symptoms of drift, and what they come to."""
 
-    recent: Change
-    sink: Change
+    recent: MassChange
+    sink: MassChange
     prompts: int  # that had a round
 
     @property
@@ -83,13 +83,13 @@ def attention_change(bootstrap: Bootstrap, result: DriftResult) -> AttentionChan
     if depths < 2:
         return None
 
-    def change(name: str) -> Change:
+    def change(name: str) -> MassChange:
         panel = _panel(result, name, depths)
         changes = [_interval(bootstrap, [panel], _since_first(depth)) for depth in range(1, depths)]
         slope = _interval(bootstrap, [panel], lambda sides: _slope(_means(sides[0])))
         first = panel.value(lambda sides: _means(sides[0])[..., 0])
         assert first is not None, "every depth of a result has rounds"
-        return Change(first=first, since_first=tuple(changes), slope=slope)
+        return MassChange(first=first, since_first=tuple(changes), slope=slope)
 
     prompts = sum(row.rounds_by_depth[0] > 0 for row in result.prompt_rows)
     return AttentionChange(recent=change("recent"), sink=change("sink"), prompts=prompts)

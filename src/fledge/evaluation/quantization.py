@@ -54,14 +54,14 @@ class Quality(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change(Record):
+class QualityChange(Record):
     """What became of a target, over the same prompts."""
 
     perplexity: Interval  # as a factor
     acceptance_length: Interval | None  # as a difference
 
     @classmethod
-    def between(cls, before: Quality, after: Quality) -> "Change":
+    def between(cls, before: Quality, after: Quality) -> "QualityChange":
         surprise = BOOTSTRAP.compare(after.surprise, before.surprise)
         assert surprise is not None
         ends = [math.exp(one) for one in (surprise.difference.value, *surprise.difference.ends)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 256
 
 
-class Launch(TypedDict):
+class QuantizedLaunch(TypedDict):
     """BLOCK_N rows of W and BLOCK_K bytes of each are what a program has in a step, or one warp of it if not WIDE."""
 
     WIDE: bool
@@ -41,7 +41,7 @@ class Launch(TypedDict):
     num_stages: int
 
 
-def choose_launch(weight: "QuantizedWeight", *, rows: int, processors: int) -> Launch | None:
+def choose_launch(weight: "QuantizedWeight", *, rows: int, processors: int) -> QuantizedLaunch | None:
     """Return how to cut the work, or None where a dequantised matrix is better or the kernel does not take this one.
 
     From a sweep on an H200 (docs/log.md): matrices of 31, 47 and 217 rows for a multiprocessor, groups of 128 or whole
@@ -53,7 +53,7 @@ def choose_launch(weight: "QuantizedWeight", *, rows: int, processors: int) -> L
     has_large_groups = weight.group_size >= 128
     if rows > MAX_ROWS or (rows > 64 and is_packed and not is_grouped):  # the latter was wrong: docs/quantised.md
         return None
-    launch: Launch = {
+    launch: QuantizedLaunch = {
         "WIDE": rows > 16,
         "SCALED": rows > 64 or (rows > 16 and is_packed and has_large_groups),
         "BLOCK_M": 64,
@@ -95,7 +95,7 @@ def choose_launch(weight: "QuantizedWeight", *, rows: int, processors: int) -> L
 
 
 def skinny_quantized_triton(
-    x: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None, *, launch: Launch
+    x: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None, *, launch: QuantizedLaunch
 ) -> Tensor:
     columns, length = len(weight.scales), weight.codes.shape[1]
     rows, is_one_group = as_rows(x), weight.scales.shape[1] == 1

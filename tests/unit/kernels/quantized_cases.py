@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from fledge.kernels import quantized_linear as multiplying
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.quantized_linear import Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
-from fledge.kernels.skinny_quantized import Launch, skinny_quantized_triton
+from fledge.kernels.skinny_quantized import QuantizedLaunch, skinny_quantized_triton
 from tests.unit.kernels.cases import close, randn
 from tests.unit.kernels.interpreter import in_triton
 
@@ -69,7 +69,9 @@ def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:
     assert torch.equal(torch.cat(rows), dequantize(weight, dtype)[first:])
 
 
-def skinny_quantized(rows: int, weight: QuantizedWeight, dtype: torch.dtype, device: str, *, launch: Launch) -> None:
+def skinny_quantized(
+    rows: int, weight: QuantizedWeight, dtype: torch.dtype, device: str, *, launch: QuantizedLaunch
+) -> None:
     """Sums of products of exact numbers: rounded once here as in the kernel."""
     x = randn(rows, weight.columns, dtype=dtype, device=device)
     bias = randn(len(weight.scales), dtype=dtype, device=device)

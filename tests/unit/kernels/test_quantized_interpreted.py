@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
 
-from fledge.kernels.skinny_quantized import Launch
+from fledge.kernels.skinny_quantized import QuantizedLaunch
 from tests.unit.kernels import quantized_cases as cases
 
 CPU = "cpu"
@@ -21,7 +21,7 @@ def test_skinny_quantized(kind, group, with_zeros):
     columns = 4 * block * (2 if kind in {"int4", "fp4"} else 1)
     weight = cases.quantized(kind, 36, columns, group, with_zeros=with_zeros, device=CPU)
     cases.dequantized(weight, torch.float32)
-    launch: Launch = {
+    launch: QuantizedLaunch = {
         "WIDE": True,
         "SCALED": with_zeros,
         "BLOCK_M": 16,

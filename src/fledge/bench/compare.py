@@ -6,6 +6,7 @@ Acceptance does not depend on the machine.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from fledge.bench.figures import decoding, latency, throughput, why_partial
@@ -43,6 +44,9 @@ METRICS = {
     "total": Metric("tokens/s in all", throughput),
     "ttft": Metric("mean TTFT, ms", latency, higher_is_better=False),
     "acceptance": Metric("acceptance length", acceptance, is_speed=False, offset=1.0),
+    "fresh-acceptance": Metric(
+        "acceptance length without repetition", partial(acceptance, fresh=True), is_speed=False, offset=1.0
+    ),
 }
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.decoding.statistics import AcceptanceStatistics, repeated_tokens
 from fledge.engine.constraint import CONSTRAINT_FAILURE
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.llm import next_int64
@@ -366,9 +366,22 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         if speculation is not None:
-            parts = [text.metrics.acceptance for text in self._texts if text.metrics is not None]
-            usage["speculation"] = {**speculation, **AcceptanceStatistics.merge(parts).to_dict()}
+            usage["speculation"] = {**speculation, **self._acceptance()}
         return usage
+
+    def _acceptance(self) -> dict[str, Any]:
+        """How drafting went in the answers that have ended, and how without the rounds inside repetition."""
+        whole, fresh, tokens = [], [], 0
+        for text in self._texts:
+            if (metrics := text.metrics) is not None:
+                repeated = repeated_tokens(text.token_ids)
+                first = metrics.prompt_tokens
+                within = ((start - first, drafted, accepted) for start, drafted, accepted in metrics.rounds)
+                whole.append(metrics.acceptance)
+                fresh.append(AcceptanceStatistics.outside_repetition(within, repeated))
+                tokens += sum(repeated)
+        told = AcceptanceStatistics.merge(fresh).to_dict() if any(part.tally for part in fresh) else None
+        return {**AcceptanceStatistics.merge(whole).to_dict(), "outside_repetition": told, "repeated_tokens": tokens}
 
 
 def _raise(error: FledgeError | None) -> None:

@@ -78,6 +78,8 @@ class StreamedAnswer:
         sent, first, done = (
             None if moment is None else round(moment - begun, 6) for moment in (self.sent, self.first_token, self.done)
         )
+        report = (self.usage or {}).get("speculation")
+        repeated = report.get("repeated_tokens") if isinstance(report, Mapping) else None
         return RequestRecord(
             prompt=prompt,
             sent=sent or 0.0,
@@ -87,7 +89,9 @@ class StreamedAnswer:
             output_tokens=self.output_tokens,
             error=self.error,
             digest=None if self.error else digest,
-            acceptance=tally_of_report((self.usage or {}).get("speculation")),
+            acceptance=tally_of_report(report),
+            fresh_acceptance=tally_of_report(report.get("outside_repetition")) if isinstance(report, Mapping) else (),
+            repeated_tokens=repeated if type(repeated) is int else None,
         )
 
     def read(self, event: str, now: float) -> None:

@@ -118,6 +118,18 @@ def test_a_report_of_infinitely_many_rounds_says_nothing() -> None:
     assert StreamedAnswer(sent=0.0, usage={"speculation": report}).record("a", 0.0).acceptance == ()
 
 
+def test_a_report_tells_rounds_outside_repetition_and_repeated_tokens() -> None:
+    fresh = {"rounds": 2, "accepted_by_depth": [1], "drafted_by_depth": [2]}
+    report = {"rounds": 5, "accepted_by_depth": [4], "drafted_by_depth": [5], "outside_repetition": fresh}
+    record = StreamedAnswer(sent=0.0, usage={"speculation": {**report, "repeated_tokens": 7}}).record("a", 0.0)
+    assert record.acceptance == ((1, 0, 1), (1, 1, 4))
+    assert record.fresh_acceptance == ((1, 0, 1), (1, 1, 1))
+    assert record.repeated_tokens == 7
+    for odd in (5, "x", [1], {"outside_repetition": 3, "repeated_tokens": "many"}):
+        record = StreamedAnswer(sent=0.0, usage={"speculation": odd}).record("a", 0.0)
+        assert (record.acceptance, record.fresh_acceptance, record.repeated_tokens) == ((), (), None)
+
+
 def test_without_usage_pieces_are_counted_and_labelled() -> None:
     answer = asked(sends(HEAD, piece(), piece(), piece("c", "length"), event(b"[DONE]")))
     assert answer.error is None

@@ -159,9 +159,9 @@ def cache_bytes(target: Path, prompts: list[list[int]], concurrency: int) -> int
         row = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     longest = sorted((len(ids) for ids in prompts), reverse=True)
     several = (longest * (concurrency // len(longest) + 1))[:concurrency]
-    tokens = sum(several) + concurrency * (MAX_TOKENS + 128) + MAX_MODEL_LEN
+    tokens = sum(several) + concurrency * (MAX_TOKENS + 64) + MAX_MODEL_LEN
     layers = config["num_hidden_layers"] + 2  # with the drafter's
-    return max(2**30, 2 * tokens * layers * row)
+    return max(2**30, int(2 * tokens * layers * row))
 
 
 @dataclass(kw_only=True)

@@ -77,17 +77,20 @@ class Worker:
         return self._answer(seconds)
 
     def _answer(self, seconds: float) -> dict[str, Any]:
-        seconds = max(seconds, 1.0)
-        try:
-            line = self._lines.get(timeout=seconds)
-        except queue.Empty:
-            self.close()
-            raise WorkerError(self._story(f"no answer after {seconds:.0f} s")) from None
-        if line is None:
-            self._lines.put(None)
-            raise WorkerError(self._story("it has ended"))
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        until = time.monotonic() + max(seconds, 1.0)
+        while time.monotonic() < until:
+            try:
+                line = self._lines.get(timeout=0.5)
+            except queue.Empty:
+                if self._process is not None and self._process.poll() is None:
+                    continue
+                line = None  # children of a dead one may still hold its end of the pipe
+            if line is None:
+                raise WorkerError(self._story("it has ended"))
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        self.close()
+        raise WorkerError(self._story(f"no answer after {max(seconds, 1.0):.0f} s"))
 
     def _story(self, what: str) -> str:
         tail = self._log.read_text(errors="replace").splitlines()[-15:] if self._log.exists() else []

@@ -226,6 +226,7 @@ class Vllm:
             options["speculative_config"] = drafts
         self.llm = LLM(model=setup["target"], enable_prefix_caching=False, disable_log_stats=False, **options)
         self._counted = (0, 0)
+        self._drafts = bool(depth)
 
     def draft(self, depth: int) -> None: ...
 
@@ -246,6 +247,8 @@ class Vllm:
         return [(o.request_id, list(o.outputs[0].token_ids)) for o in self.llm.llm_engine.step() if o.finished]
 
     def acceptance_length(self) -> float | None:
+        if not self._drafts:
+            return None
         values = {one.name: getattr(one, "value", 0) for one in self.llm.get_metrics()}
         names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
         counted = (values.get(names[0], 0), values.get(names[1], 0))

@@ -294,8 +294,8 @@ def run_wave(names: list[str], models: Models, options: argparse.Namespace, out:
                 if engine.worker.late:
                     continue
                 try:
-                    took = engine.worker.wait_until_ready(until - time.monotonic())
-                    print(f"{comparison.name} K={depth} {whose}: ready after {took} s", flush=True)
+                    ready = engine.worker.wait_until_ready(until - time.monotonic())
+                    print(f"{comparison.name} K={depth} {whose}: {ready}", flush=True)
                 except WorkerError as error:
                     comparison.give_up(whose, depth, error, out)
         for comparison in comparisons:
@@ -347,7 +347,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--depths", default=[0, 3], type=lambda text: [int(one) for one in text.split(",")])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--requests", type=int, help="in each cell; for trying this out")
-    parser.add_argument("--start-seconds", type=float, default=180.0, help="for all engines of a wave to start")
+    parser.add_argument("--start-seconds", type=float, default=240.0, help="for all engines of a wave to start")
     parser.add_argument("--vllm-python", default=os.environ.get("FLEDGE_VLLM_PYTHON", sys.executable))
     parser.add_argument("--vllm-path", help="a folder with vLLM, where its Python has none")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/beside/results")))

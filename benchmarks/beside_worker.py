@@ -34,7 +34,7 @@ class Worker:
         self._log = logs / f"{title}.log"
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._process: subprocess.Popen[str] | None = None
-        self._ready: float | None = None
+        self._ready: dict[str, Any] | None = None  # what it said when it was
         if not late:
             self._start()
 
@@ -57,16 +57,16 @@ class Worker:
             self._lines.put(line)
         self._lines.put(None)
 
-    def wait_until_ready(self, seconds: float) -> float:
-        """How long its start took, by its own clock."""
+    def wait_until_ready(self, seconds: float) -> dict[str, Any]:
+        """Its version, and how long its start took by its own clock."""
         if self._ready is None:
-            self._ready = self._answer(seconds)["start_seconds"]
+            self._ready = self._answer(seconds)
         return self._ready
 
     def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
         if self._process is None:
             self._start()
-        self.wait_until_ready(seconds)
+        ready = self.wait_until_ready(seconds)
         assert self._process is not None
         assert self._process.stdin is not None
         try:
@@ -74,7 +74,7 @@ class Worker:
             self._process.stdin.flush()
         except OSError:
             pass  # it is dead, which its log explains
-        return self._answer(seconds)
+        return {**self._answer(seconds), **ready}
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         until = time.monotonic() + max(seconds, 1.0)
@@ -113,6 +113,8 @@ class Worker:
 class Contender(Protocol):
     """An engine, as the loop sees it."""
 
+    version: str
+
     def draft(self, depth: int) -> None: ...
 
     def add(self, name: str, ids: list[int], max_tokens: int, *, ignore_eos: bool) -> None: ...
@@ -132,8 +134,9 @@ class Fledge:
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        from fledge import LLM  # noqa: PLC0415
+        from fledge import LLM, __version__  # noqa: PLC0415
 
+        self.version = __version__
         self._seen: list[Any] = []
         self._tokens: dict[str, list[int]] = {}
         self._drafter = setup["drafter"]
@@ -209,8 +212,9 @@ class Vllm:
     """vLLM with its defaults, but for the room of keys and values, since several engines share the GPU's memory."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        from vllm import LLM  # noqa: PLC0415
+        from vllm import LLM, __version__  # noqa: PLC0415
 
+        self.version = __version__
         (depth,) = setup["depths"]
         options: dict[str, Any] = {"dtype": "float32" if setup["cpu"] else "bfloat16"}
         options |= {name: setup[name] for name in ("max_num_seqs", "max_model_len")}
@@ -310,7 +314,7 @@ def serve(setup: dict[str, Any], questions: TextIO, answers: TextIO) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    say({"start_seconds": round(time.monotonic() - began, 1)})
+    say({"version": engine.version, "start_seconds": round(time.monotonic() - began, 1)})
     for line in questions:
         question = json.loads(line)
         built = time.monotonic()

@@ -17,6 +17,8 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 class Echo:
     """Answers each prompt with itself, a token a step."""
 
+    version = "1"
+
     def __init__(self) -> None:
         self.running: dict[str, list[int]] = {}
         self.said: dict[str, list[int]] = {}

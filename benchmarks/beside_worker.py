@@ -162,8 +162,10 @@ class Fledge:
 
     def draft(self, depth: int) -> None:
         if depth != self._depth:
+            began = time.monotonic()
             self._build(depth)
             self._depth = depth
+            print(f"K={depth}: built and warmed up in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
     def add(self, name: str, ids: list[int], max_tokens: int, *, ignore_eos: bool) -> None:
         from fledge import SamplingParams  # noqa: PLC0415
@@ -317,12 +319,10 @@ def serve(setup: dict[str, Any], questions: TextIO, answers: TextIO) -> None:
     say({"version": engine.version, "start_seconds": round(time.monotonic() - began, 1)})
     for line in questions:
         question = json.loads(line)
-        built = time.monotonic()
         engine.draft(question.pop("depth"))
-        built = time.monotonic() - built
         gc.collect()
         gc.freeze()  # as servers do: looking through what stays holds everybody up
-        say({**closed_loop(engine, prompts, **question), "built_seconds": round(built, 1)})
+        say(closed_loop(engine, prompts, **question))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from fledge.checkpoints.target import (
 )
 from fledge.checkpoints.tensors import TensorFiles, refuse_existing, write_model
 from fledge.checkpoints.weights import linear_of, weight_format
+from fledge.devices import choose_device
 from fledge.errors import CheckpointError
 from fledge.kernels.quantized_linear import INT4_OFFSET, QuantizedWeight, in_fewest_bits, pack_halves
 from fledge.models.hf_config import ConfigFields
@@ -109,14 +110,15 @@ def _write(
         raise CheckpointError(f"{source}: '{uneven[0]}' is {shape}, no multiple of {_BLOCK}; use --quantize fp8")
     group = _group_size({files.infos[stored].shape[1] for stored in chosen}) if width == "int4" else None
     known = {stored: importance.get(one, importance.get(linear_of(one))) for stored, one in chosen.items()}
+    device = choose_device("auto")
     tensors: dict[str, Tensor] = {}
     for stored in files.infos:
         tensor = files.read(stored)
         if stored not in chosen:
             tensors[stored] = tensor
             continue
-        for kind, made in _stored(tensor, width, group, known[stored]).items():
-            tensors[stored.removesuffix("weight") + kind] = made
+        for kind, made in _stored(tensor.to(device), width, group, known[stored]).items():
+            tensors[stored.removesuffix("weight") + kind] = made.cpu()
     ignored = sorted({"lm_head", *(name.removesuffix(".weight") for name in matrices.keys() - chosen.keys())})
     values = {**fields.values, "quantization_config": _config(width, group, ignored)}
     told = {**provenance, "fledge_version": __version__}
@@ -206,7 +208,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     """Signed codes [rows, columns] -> int32 words along the columns, the first code lowest."""
     per_word = 32 // bits
     unsigned = F.pad(codes.to(torch.int64) + (1 << (bits - 1)), (0, -codes.shape[1] % per_word))
-    shifts = torch.arange(0, 32, bits)
+    shifts = torch.arange(0, 32, bits, device=codes.device)
     return (unsigned.view(len(codes), -1, per_word) << shifts).sum(-1).to(torch.int32)  # the top code makes it negative
 
 

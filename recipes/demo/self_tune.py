@@ -146,8 +146,8 @@ class Evaluation:
 
     def __init__(self, folder: Path | None, tests: Path | None, encoder: Encoder, room: int) -> None:
         questions: dict[str, list[list[dict[str, str]]]] = {}
-        for path in sorted(folder.glob("*.jsonl")) if folder else ():
-            questions[path.stem] = [first_question(record["messages"]) for record in jsonlines.read(path)]
+        for path in sorted(folder.glob("*.jsonl*")) if folder else ():
+            questions[path.name.partition(".")[0]] = [first_question(record["messages"]) for record in jsonlines.read(path)]
         self.tasks = humaneval.load(tests) if tests else []
         if self.tasks:
             questions["humaneval"] = [humaneval.question(task) for task in self.tasks]
@@ -184,7 +184,7 @@ def main(
     data: Annotated[Path, typer.Option(help="Folder of conversations, *.jsonl.xz, to stay close to and to answer.")],
     out: Annotated[Path, typer.Option(help="Folder for checkpoint.pt, log.jsonl and model/.")],
     prompts: Annotated[list[Path] | None, typer.Option(help="More conversations to answer, .jsonl.xz.")] = None,
-    evaluation: Annotated[Path | None, typer.Option(help="Folder of sets to measure on, *.jsonl.")] = None,
+    evaluation: Annotated[Path | None, typer.Option(help="Folder of sets to measure on, *.jsonl.xz.")] = None,
     tests: Annotated[Path | None, typer.Option(help="HumanEval.jsonl of openai/human-eval, to count passes.")] = None,
     rounds: int = 12,
     answered: Annotated[int, typer.Option(help="Prompts answered in a round.")] = 6144,

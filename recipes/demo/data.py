@@ -57,6 +57,7 @@ class Encoder:
         self.begin, self.end, self.turn_start, self.turn_end = (int(i or 0) for i in ids)
         self.key = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
         self.newline = self.text("\n")
+        self.answer_start = [self.turn_start, *self.text("assistant\n")]
 
     def text(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -77,6 +78,10 @@ class Encoder:
             ids += [self.turn_start, *head, *tail, *self.newline]
             produced += [False] * (1 + len(head)) + [True] * len(tail) + [False] * len(self.newline)
         return ids, produced
+
+    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids up to where the assistant is to answer."""
+        return [*self.conversation(messages)[0], *self.answer_start]
 
     def record(self, record: jsonlines.Record) -> list[int]:
         if "messages" in record:

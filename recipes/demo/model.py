@@ -7,7 +7,7 @@ compiled once and reused by all layers. `to_huggingface` and `from_huggingface` 
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Shape:
 # Deep and narrow makes speculation pay: decoding is bound by the number of layers, a drafter has one.
 SHAPES = {
     "deep": Shape(hidden=384, layers=16, heads=6, kv_heads=2, head_dim=64, ffn=1024),
-    "tower": Shape(hidden=320, layers=28, heads=5, kv_heads=1, head_dim=64, ffn=704),
+    "tower": Shape(hidden=320, layers=28, heads=6, kv_heads=2, head_dim=64, ffn=704),
     "mid": Shape(hidden=448, layers=12, heads=8, kv_heads=2, head_dim=64, ffn=1088),
     "wide": Shape(hidden=512, layers=10, heads=8, kv_heads=2, head_dim=64, ffn=1152),
     "tiny": Shape(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=64, vocabulary=512, positions=256),
@@ -284,6 +284,34 @@ def from_huggingface(folder: Path, dtype: torch.dtype = torch.bfloat16, compiled
     except KeyError as problem:
         jsonlines.fail(f"{folder} lacks the weight {problem}")
     return model
+
+
+def widen_heads(small: Llama, large: Llama) -> None:
+    """Give `large` the function of `small`, a model of the same sizes but for fewer heads; its new heads start unheard.
+
+    Key/value heads are repeated, and query heads stay with the keys they had. An added query head keeps its random rows
+    and gets zero columns in the output projection: it changes nothing until training has use for it.
+
+        6 query, 2 key/value heads from 5 and 1:    q0 q1 q2 | q3 q4 new    beside    k0 | k0
+    """
+    old, new = small.shape, large.shape
+    same = replace(old, heads=new.heads, kv_heads=new.kv_heads, positions=new.positions)
+    whole = new.kv_heads % old.kv_heads == 0 and new.heads % new.kv_heads == 0
+    if same != new or not whole or new.heads < old.heads or new.heads % old.kv_heads:
+        jsonlines.fail(f"a model of {old} cannot become one of {new}: only heads may be added")
+    with torch.no_grad():
+        for name, weight in large.named_parameters():
+            if not name.startswith("stacks.") or name.removeprefix("stacks.") not in ("q", "k", "v", "o"):
+                weight.copy_(small.get_parameter(name))
+        groups, n, d, h = old.kv_heads, old.layers, old.head_dim, old.hidden
+        kept = old.heads // groups  # query heads of a key/value head
+        for name in ("k", "v"):
+            heads = small.stacks[name].view(n, groups, d, h)
+            large.stacks[name].copy_(heads.repeat_interleave(new.kv_heads // groups, dim=1).flatten(1, 2))
+        large.stacks["q"].view(n, groups, -1, d, h)[:, :, :kept] = small.stacks["q"].view(n, groups, kept, d, h)
+        columns = large.stacks["o"].view(n, h, groups, -1, d)
+        columns[:, :, :, :kept] = small.stacks["o"].view(n, h, groups, kept, d)
+        columns[:, :, :, kept:] = 0.0
 
 
 def describe(shape: Shape) -> dict[str, Any]:

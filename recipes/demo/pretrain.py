@@ -17,7 +17,16 @@ from torch import Tensor
 
 from recipes.demo import jsonlines
 from recipes.demo.data import WEIGHTS, Corpus, Encoder, Mixture, copy_tokenizer, load_corpus
-from recipes.demo.model import SHAPES, Llama, block, describe, huggingface_config, save_huggingface
+from recipes.demo.model import (
+    SHAPES,
+    Llama,
+    block,
+    describe,
+    from_huggingface,
+    huggingface_config,
+    save_huggingface,
+    widen_heads,
+)
 from recipes.demo.training import (
     Budget,
     Log,
@@ -130,6 +139,9 @@ def main(
         float | None, typer.Option(help="End this process, with a checkpoint, after this.")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from OUT/checkpoint.pt.")] = False,
+    warm_start: Annotated[
+        Path | None, typer.Option(help="Begin with the weights of this model directory; it may have fewer heads.")
+    ] = None,
     batch_tokens: int = 131_072,
     length: int = 1024,
     long_length: int = 4096,
@@ -161,6 +173,8 @@ def main(
         jsonlines.fail(f"{out}/checkpoint.pt exists: give --resume or another --out")
     files, validation_file = corpus_files(data, chat)
     encoder = Encoder(tokenizer)
+    if warm_start is not None and Encoder(warm_start).key != encoder.key:
+        jsonlines.fail(f"{warm_start} was trained with another tokenizer than {tokenizer}: use its own")
     started = time.monotonic()
     corpus = load_corpus(files, validation_file, tokenizer, cache or data.parent / "tokens", workers, console)
     log = Log(out / "log.jsonl", console)
@@ -178,7 +192,10 @@ def main(
 
     chosen = prepare_device(device, attention)
     torch.manual_seed(seed)
-    model = Llama(sizes, torch.bfloat16 if chosen.type == "cuda" else torch.float32, compiled).to(chosen)
+    model = Llama(sizes, torch.bfloat16 if chosen.type == "cuda" else torch.float32, compiled)
+    if warm_start is not None:
+        widen_heads(from_huggingface(warm_start), model)
+    model = model.to(chosen)
     optimizers = Optimizers(model, lr, adam_lr, weight_decay, compiled)
     stream = torch.from_numpy(np.concatenate([corpus.streams[g] for g in mixture.groups]).astype(np.int32)).to(chosen)
     validation = Validation(corpus, chosen) if corpus.validation else None

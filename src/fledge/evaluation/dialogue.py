@@ -32,12 +32,13 @@ class AnsweredTurn(Record):
 
 @dataclass(kw_only=True)
 class Dialogue:
-    """A conversation to be answered. `answer_dialogues` fills in what is below `first_ids`."""
+    """A conversation to be answered. `answer_dialogues` fills in what is below `temperature`."""
 
     number: int  # of the prompt; with `sample` and the turn, it decides the seed
     sample: int = 0  # several answerings of one prompt differ in it
     turns: Sequence[Sequence[Message]]  # what is said before each answer
     first_ids: Sequence[int] | None = None  # the first prompt, where it is known; else the chat template makes it
+    temperature: float | None = None  # in place of the one that all are answered with
     history: list[Message] = field(default_factory=list)  # all that was said and answered
     answers: list[AnsweredTurn] = field(default_factory=list)
     dropped: str | None = None  # why later turns have no answer: TOO_LONG or REFUSED
@@ -101,7 +102,9 @@ def answer_dialogues(
                 continue
             room = longest - len(ids)
             seed = answer_seed(params.seed or 0, dialogue.number, dialogue.sample, turn)
-            asked.append((dialogue, ids, replace(params, max_tokens=min(params.max_tokens or room, room), seed=seed)))
+            warmth = params.temperature if dialogue.temperature is None else dialogue.temperature
+            most = min(params.max_tokens or room, room)
+            asked.append((dialogue, ids, replace(params, max_tokens=most, seed=seed, temperature=warmth)))
         if not asked:
             break
         outputs = llm.generate([ids for _, ids, _ in asked], [own for *_, own in asked], progress=steps(advance))

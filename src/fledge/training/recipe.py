@@ -54,9 +54,11 @@ class RegenerateSection:
     engine: Literal["fledge", "vllm"] = "fledge"
     turns: Literal["last", "all"] = "last"
     temperature: float = 0.0
+    temperatures: tuple[float, ...] = ()  # in its place: one of them for each answer, as its seed has it
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 512
+    keep_cut: bool = True  # answers that reached max_tokens; false: they are left out, as most of them loop
     samples: int = 1  # answers to each prompt, with different seeds
     max_num_seqs: int = 256  # answered together
     chunk: int = 512  # prompts written to disk together; an interrupted run repeats at most one chunk
@@ -222,6 +224,8 @@ class Recipe(Record):
         data, fit = self.data, self.fit
         yield "fit.depth", fit.depth <= 16, "1 to 16"
         yield "eval.depths", all(1 <= d <= 16 for d in self.eval.depths), "numbers from 1 to 16"
+        warmth = self.regenerate.temperatures
+        yield "regenerate.temperatures", all(0 <= t < math.inf for t in warmth), "numbers from 0"
         yield "fit.betas", all(0 <= beta < 1 for beta in fit.betas), "numbers from 0 to below 1"
         window = self.drafter.sliding_window
         yield "drafter.sliding_window", window is None or window > fit.depth, f"more than fit.depth ({fit.depth})"

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes.demo import chat_tune, code_corpus, conversations, jsonlines, pretrain, samples
 from recipes.demo import tokenizer as tokenizer_recipe
 from recipes.demo.data import Encoder, Mixture
-from recipes.demo.model import SHAPES, Llama, Shape, huggingface_config, save_huggingface
+from recipes.demo.model import SHAPES, Llama, Shape, huggingface_config, save_huggingface, widen_heads
 from recipes.demo.muon import StackedMuon
 from recipes.demo.training import Budget, rate_factor
 
@@ -100,11 +101,16 @@ def test_pretrain_tune_and_sample(corpus: Path, tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out
 
 
-def test_a_base_is_tuned_with_its_own_tokenizer_only(corpus: Path, tmp_path: Path) -> None:
+def test_a_base_is_trained_on_and_tuned_with_its_own_tokenizer_only(corpus: Path, tmp_path: Path) -> None:
     pretrain_tiny(corpus, tmp_path / "base")
+    pretrain_tiny(corpus, tmp_path / "more", warm_start=tmp_path / "base/model")
+    losses = [log_of(tmp_path / name, "train")[0]["loss"] for name in ("base", "more")]
+    assert losses[1] < losses[0]  # the second began where the first ended
     kept = tmp_path / "base/model/tokenizer.json"
     assert kept.read_bytes() == (corpus / "tokenizer/tokenizer.json").read_bytes()
     kept.write_bytes(kept.read_bytes() + b"\n")
+    with pytest.raises(SystemExit, match="another tokenizer"):
+        pretrain_tiny(corpus, tmp_path / "other", warm_start=kept.parent)
     with pytest.raises(SystemExit, match="another tokenizer"):
         chat_tune.main(
             base=kept.parent, data=corpus / "chat", tokenizer=corpus / "tokenizer", out=tmp_path / "tuned", steps=1
@@ -144,10 +150,30 @@ def test_exported_logits_equal_those_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize(("old", "new"), [((5, 1), (6, 2)), ((4, 2), (8, 4)), ((2, 2), (6, 2))])
+def test_added_heads_change_nothing_at_first_and_are_trained(old: tuple[int, int], new: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    sizes = Shape(hidden=40, layers=2, heads=old[0], kv_heads=old[1], head_dim=16, ffn=48, vocabulary=64, positions=64)
+    small = Llama(sizes, torch.float32)
+    large = Llama(replace(sizes, heads=new[0], kv_heads=new[1]), torch.float32)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.mul_(3.0)  # attention that is not nearly uniform
+    widen_heads(small, large)
+    tokens = torch.randint(64, (2, 20))
+    torch.testing.assert_close(large.logits(tokens), small.logits(tokens), atol=1e-4, rtol=1e-4)
+    large.losses(tokens, tokens.roll(-1, 1)).mean().backward()
+    gradient = large.stacks["o"].grad
+    assert gradient is not None
+    assert (gradient.abs().sum(1) > 0).all()  # every head is about to be heard
+    with pytest.raises(SystemExit, match="only heads may be added"):
+        widen_heads(large, small)
+
+
 def test_shapes_fit_what_can_be_bundled() -> None:
-    for name in ("deep", "mid", "wide"):
+    for name in ("deep", "tower", "mid", "wide"):
         assert SHAPES[name].layers >= 10
-        assert SHAPES[name].parameters * 2 <= 56 * 2**20
+        assert SHAPES[name].parameters * 2 <= 60 * 2**20  # two drafters of 9 MiB and less than 80 in all
     counted = sum(p.numel() for p in Llama(SHAPES["tiny"]).parameters())
     assert counted == SHAPES["tiny"].parameters
 

@@ -159,6 +159,26 @@ def test_chunks_do_not_matter_and_samples_and_seeds_do(
     assert keys[0] == keys[1] != keys[2]
 
 
+def test_each_answer_has_one_of_the_temperatures_by_its_seed(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(target, questions(tmp_path, 60), regenerate=True)
+    seen: list[dict[int, float]] = []
+    for name, chunk in (("a", 7), ("b", 60)):
+        fake, used = FakeLLM(), dict[int, float]()
+        inner = fake._answer
+        monkeypatch.setattr(
+            fake, "_answer", lambda p, s, used=used, inner=inner: (used.update({s.seed: s.temperature}), inner(p, s))[1]
+        )
+        answered(with_section(recipe, temperatures=(0.0, 0.0, 1.0), chunk=chunk), tmp_path / name, fake, monkeypatch)
+        seen.append(used)
+    assert seen[0] == seen[1]
+    assert 8 <= sum(warmth == 1.0 for warmth in seen[0].values()) <= 32
+    assert set(seen[0].values()) == {0.0, 1.0}
+    changed = {STAGE.key(with_section(recipe, **one), {"prepare": "x"}) for one in ({}, {"temperatures": (0.0, 1.0)})}
+    assert len(changed) == 2
+
+
 def test_cut_answers_are_kept_without_an_end_token_and_long_prompts_dropped(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +189,12 @@ def test_cut_answers_are_kept_without_an_end_token_and_long_prompts_dropped(
     _, answer = runs(opened(tmp_path), 0)
     assert len(answer) == 4
     assert STOP not in answer
+    both = write_lines(tmp_path / "both.jsonl", [{"messages": chat("x")}, {"messages": chat("xyz")}])
+    room = len(encode_chat(load_tokenizer(target), chat("x"))) + 7  # for one whole answer, and not for the other
+    only_whole = with_section(make_recipe(target, both, regenerate=True), keep_cut=False)
+    summary = answered(only_whole, tmp_path / "whole", FakeLLM(max_model_len=room), monkeypatch)
+    assert (summary["answers"], summary["cut_by_max_tokens"], summary["examples"]) == (2, 1, 1)
+    assert runs(opened(tmp_path / "whole"), 0)[1][-1] == STOP
     with pytest.raises(DataError, match="no prompt could be answered"):
         answered(recipe, tmp_path / "none", FakeLLM(max_model_len=10), monkeypatch)
 

@@ -29,7 +29,7 @@ from fledge.devices import choose_device
 from fledge.engine.llm import LLM
 from fledge.errors import CheckpointError, ConfigError, DataError, FledgeError
 from fledge.evaluation.conversations import split_turns
-from fledge.evaluation.dialogue import Answerer, Dialogue, answer_dialogues
+from fledge.evaluation.dialogue import Answerer, Dialogue, answer_dialogues, answer_seed
 from fledge.files import read_json_lines, write_json_lines
 from fledge.records import encode
 from fledge.training.data.examples import TokenStore
@@ -58,8 +58,9 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         check_target(recipe)  # before hours of answering
     section = asdict(recipe.regenerate)
     del section["max_num_seqs"], section["chunk"], section["processes"]  # how it is done, not what comes out
-    if section["engine"] == "fledge":
-        del section["engine"]  # as before there was another
+    for name, before in (("engine", "fledge"), ("temperatures", ()), ("keep_cut", True)):
+        if section[name] == before:
+            del section[name]  # as before there was a choice
     return {
         "regenerate": section,
         "max_length": recipe.data.max_length,
@@ -126,10 +127,13 @@ def _dialogues(number: int, record: Mapping[str, Any], recipe: Recipe) -> list[D
     turns = [tuple(messages)]
     if recipe.regenerate.turns == "all" and messages:
         turns, first_ids = split_turns(messages), None
-    return [
-        Dialogue(number=number, sample=sample, turns=turns, first_ids=first_ids)
-        for sample in range(recipe.regenerate.samples)
-    ]
+    dialogues = []
+    for sample in range(recipe.regenerate.samples):
+        one = Dialogue(number=number, sample=sample, turns=turns, first_ids=first_ids)
+        if warmth := recipe.regenerate.temperatures:
+            one.temperature = warmth[answer_seed(recipe.regenerate.seed, number, sample, 0) % len(warmth)]
+        dialogues.append(one)
+    return dialogues
 
 
 def _chunks(context: StageContext) -> Iterator[tuple[int, list[dict[str, Any]], Path]]:
@@ -231,7 +235,9 @@ def _assemble(context: StageContext) -> dict[str, Any]:
             for _, line in read_json_lines(part):
                 turns, category = line["turns"], line["category"]
                 counts["answers"] += len(turns)
-                counts["cut_by_max_tokens"] += sum(turn["finish_reason"] == "length" for turn in turns)
+                ended = [turn for turn in turns if turn["finish_reason"] != "length"]
+                counts["cut_by_max_tokens"] += len(turns) - len(ended)
+                turns = turns if recipe.regenerate.keep_cut else ended
                 if line["dropped"] is not None:
                     counts[f"dropped_{line['dropped'].replace(' ', '_')}"] += 1
                 sequences = chain((turn["prompt_token_ids"], turn["answer_token_ids"]) for turn in turns)
@@ -242,7 +248,8 @@ def _assemble(context: StageContext) -> dict[str, Any]:
             raise DataError(f"{prompts}: no prompt could be answered ({dict(counts)})")
     if counts["cut_by_max_tokens"]:
         share = counts["cut_by_max_tokens"] / counts["answers"]
-        context.progress.say(f"regenerate: {share:.0%} of the answers were cut by max_tokens and have no end token")
+        fate = "have no end token" if recipe.regenerate.keep_cut else "are left out"
+        context.progress.say(f"regenerate: {share:.0%} of the answers were cut by max_tokens and {fate}")
     return {
         "examples": len(writer),
         "tokens": writer.offsets[-1],

@@ -248,8 +248,8 @@ def hidden(x):
     """Return what the helper of this package makes of x."""
     return helper(x)
 '''
-    file = code_corpus.SourceFile("package", "MIT", Path("x.py"), source)
-    found = list(code_corpus.function_examples(file, random.Random(0)))
+    file = SourceFile(Package("package", "1.0", "MIT"), PurePosixPath("x.py"), source)
+    found = list(code_functions.function_examples(file, random.Random(0)))
     assert [name for name, _ in found] == ["area"]
     request, answer = (m["content"] for m in found[0][1]["messages"])
     assert "returns the area of a circle with the given radius" in request

@@ -15,20 +15,26 @@ import typer
 from rich.console import Console
 
 from recipes.demo import code_files, code_functions, jsonlines, small_programs
-from recipes.demo.code_files import SourceFile
+from recipes.demo.code_files import STANDARD_LIBRARY, Package, SourceFile
 from recipes.demo.completions import completions
 
 
 def sources_table(files: list[SourceFile]) -> str:
     """A Markdown table of what was taken: package, version, licence, files, size."""
-    counts, sizes = Counter(f.package for f in files), Counter[code_files.Package]()
+    counts, sizes = Counter(f.package for f in files), Counter[Package]()
     for file in files:
         sizes[file.package] += len(file.text)
     rows = [
         f"| {p.name} | {p.version} | {p.licence} | {counts[p]} | {sizes[p] / 1e6:.2f} |"
-        for p in sorted(sizes, key=lambda p: (p != code_files.STANDARD_LIBRARY, p.name))
+        for p in sorted(sizes, key=lambda p: (p != STANDARD_LIBRARY, p.name))
     ]
     return "\n".join(["| package | version | licence | files | MB |", "|---|---|---|---:|---:|", *rows, ""])
+
+
+def requirements(files: list[SourceFile]) -> str:
+    """What was taken, as pip reads it, each with its licence."""
+    packages = sorted({f.package for f in files} - {STANDARD_LIBRARY}, key=lambda p: p.name)
+    return "".join(f"{p.name}=={p.version}  # {p.licence}\n" for p in packages)
 
 
 def main(
@@ -43,14 +49,14 @@ def main(
     examples: Annotated[int, typer.Option(help="Chat examples to keep, before the hand-written programs.")] = 40_000,
     program_count: Annotated[int, typer.Option(help="Chat examples to make of the hand-written programs.")] = 6_000,
     completion_share: Annotated[float, typer.Option(help="Of these examples, asked for as completions too.")] = 0.8,
-    table: Annotated[Path | None, typer.Option(help="Write a Markdown table of packages and licences here.")] = None,
+    sources_out: Annotated[Path | None, typer.Option(help="Folder for code_packages.txt and code_sources.md.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that read and parse.")] = 2,
     seed: int = 1,
 ) -> None:
     """Collect Python source of the standard library and of permissive packages."""
     roots = root or ([] if wheels else [Path(sysconfig.get_path("purelib"))])
-    for folder in [*roots, *([wheels] if wheels else []), *([evaluation] if evaluation else [])]:
-        if not folder.is_dir():
+    for folder in [*roots, wheels, evaluation, sources_out]:
+        if folder and not folder.is_dir():
             jsonlines.fail(f"{folder} is not a folder")
     reserved = code_files.reserved_sequences(evaluation)
     skipped: set[str] = set()
@@ -72,8 +78,9 @@ def main(
     jsonlines.write(completions_out, completed)
     random.Random(seed).shuffle(files)
     jsonlines.write(out, ({"text": f.text, "source": f"code/{f.package.name}"} for f in files))
-    if table:
-        table.write_text(sources_table(files), encoding="utf-8")
+    if sources_out:
+        (sources_out / "code_packages.txt").write_text(requirements(files), encoding="utf-8")
+        (sources_out / "code_sources.md").write_text(sources_table(files), encoding="utf-8")
     console = Console()
     console.print(f"left out for their licence: {', '.join(sorted(skipped))}")
     console.print(

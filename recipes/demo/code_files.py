@@ -25,10 +25,23 @@ from rich.progress import track
 from recipes.demo import jsonlines
 
 PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|ISCL|Unlicense)\b", re.IGNORECASE)
-RESTRICTED = re.compile(r"GPL|MPL|Mozilla|EUPL|CDDL|Eclipse|proprietary|commercial|NVIDIA|CC-BY|CC BY", re.IGNORECASE)
+RESTRICTED = re.compile(
+    r"GPL|MPL|Mozilla|EUPL|CDDL|Eclipse|proprietary|commercial|NVIDIA|CC-BY|CC BY|LicenseRef|modified", re.IGNORECASE
+)
 SKIPPED_FOLDERS = {
     *("test", "tests", "testing", "_tests", "idle_test", "fixtures", "testdata", "test_data", "benchmarks"),
-    *("_vendor", "vendor", "vendored", "_vendored", "third_party", "extern", "externals", "_extern", "site-packages"),
+    *(
+        "enterprise",
+        "_vendor",
+        "vendor",
+        "vendored",
+        "_vendored",
+        "third_party",
+        "extern",
+        "externals",
+        "_extern",
+        "site-packages",
+    ),
     *(
         "pydoc_data",
         "encodings",

@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from recipes.demo import jsonlines
 from recipes.demo.data import encode_all
+from recipes.demo.quality import acceptable
 
 # How often a conversation of a source (or of a family before the slash) is seen per epoch.
 WEIGHTS = {
@@ -28,8 +28,10 @@ WEIGHTS = {
     "qmsum": 1.0,
     "schema-guided-dialogue": 1.2,
     "taskmaster-4": 1.0,
-    "code": 2.0,
+    "code": 1.5,
+    "code-examples": 3.0,  # docstrings with calls and their results
     "small-programs": 1.0,
+    "small-functions": 1.0,
 }
 GENERIC_PROMPTS = (
     "You are a helpful assistant.",
@@ -63,18 +65,6 @@ class Rows:
 
 def weight_of(source: str) -> float:
     return WEIGHTS.get(source, WEIGHTS.get(source.split("/", 1)[0], 1.0))
-
-
-def acceptable(record: jsonlines.Record) -> bool:
-    """Leave out answers that claim another identity, are empty, or repeat themselves: small models copy loops."""
-    for message in record["messages"]:
-        if message["role"] != "assistant":
-            continue
-        text = message["content"].strip()
-        lines = Counter(line for line in text.splitlines() if len(line) > 12)
-        if not text or "openai" in text.lower() or "chatgpt" in text.lower() or (lines and max(lines.values()) > 3):
-            return False
-    return True
 
 
 def load(files: list[Path]) -> tuple[list[jsonlines.Record], list[jsonlines.Record]]:
@@ -120,7 +110,7 @@ def epoch(records: list[jsonlines.Record], rng: random.Random) -> list[jsonlines
 
 
 def family(source: str) -> str:
-    return "code" if source.startswith("code/") else source
+    return source.split("/", 1)[0] if source.startswith("code") else source
 
 
 def documents(

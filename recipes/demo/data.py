@@ -19,6 +19,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from recipes.demo import jsonlines
+from recipes.demo.quality import acceptable
 from recipes.demo.tokenizer import BEGIN, END, TURN_END, TURN_START, group_of
 
 Tokens = np.ndarray[Any, np.dtype[np.uint16]]
@@ -29,7 +30,7 @@ WEIGHTS = {
     "instructions": 1.0,
     "dialogue": 1.2,
     "math": 1.5,
-    "code": 1.5,
+    "code": 1.0,
     "prose": 0.6,
     "chat": 1.0,
 }
@@ -165,7 +166,7 @@ def load_corpus(
         key = hashlib.blake2b(f"{path.name} {path.stat().st_size} {encoder.key}".encode(), digest_size=8).hexdigest()
         stored = cache / f"{path.name.removesuffix('.xz').removesuffix('.jsonl')}-{key}.npz"
         if not stored.is_file():
-            records = list(jsonlines.read(path))
+            records = [r for r in jsonlines.read(path) if "messages" not in r or acceptable(r)]
             encoded = encode_all(records, tokenizer, workers, conversations=False)
             parts: defaultdict[str, list[Tokens]] = defaultdict(list)
             sizes: defaultdict[str, int] = defaultdict(int)

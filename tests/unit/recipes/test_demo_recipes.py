@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.demo import chat_tune, code_corpus, conversations, jsonlines, pretrain, samples
+from recipes.demo import chat_tune, conversations, jsonlines, pretrain, samples
 from recipes.demo import tokenizer as tokenizer_recipe
 from recipes.demo.data import Encoder, Mixture
 from recipes.demo.model import SHAPES, Llama, Shape, huggingface_config, save_huggingface, widen_heads
@@ -257,27 +257,3 @@ def test_schedule_warms_up_holds_and_ends_at_zero() -> None:
     assert factors[80] == pytest.approx(0.5)
     assert factors[100] == 0.0
     assert Budget(minutes=10, steps=100, spent=300.0, step=10).progress == pytest.approx(0.5, abs=0.01)
-
-
-def test_functions_become_requests_and_answers_that_parse() -> None:
-    source = '''
-import math
-from .private import helper
-
-
-def area(radius):
-    """Return the area of a circle with the given radius."""
-    return math.pi * radius**2
-
-
-def hidden(x):
-    """Return what the helper of this package makes of x."""
-    return helper(x)
-'''
-    file = code_corpus.SourceFile("package", "MIT", Path("x.py"), source)
-    found = list(code_corpus.function_examples(file, random.Random(0)))
-    assert [name for name, _ in found] == ["area"]
-    request, answer = (m["content"] for m in found[0][1]["messages"])
-    assert "returns the area of a circle with the given radius" in request
-    assert "import math\n\n\ndef area(radius):" in answer
-    assert samples.parses(answer)

@@ -30,9 +30,9 @@ WEIGHTS = {
     "instructions": 1.0,
     "dialogue": 1.2,
     "math": 1.5,
-    "code": 1.0,
+    "code": 0.7,
     "prose": 0.6,
-    "chat": 1.0,
+    "chat": 1.5,
 }
 GROUP_OF_SOURCE = {
     "natural-instructions": "instructions",

@@ -147,7 +147,8 @@ class Evaluation:
     def __init__(self, folder: Path | None, tests: Path | None, encoder: Encoder, room: int) -> None:
         questions: dict[str, list[list[dict[str, str]]]] = {}
         for path in sorted(folder.glob("*.jsonl*")) if folder else ():
-            questions[path.name.partition(".")[0]] = [first_question(record["messages"]) for record in jsonlines.read(path)]
+            name = path.name.partition(".")[0]
+            questions[name] = [first_question(record["messages"]) for record in jsonlines.read(path)]
         self.tasks = humaneval.load(tests) if tests else []
         if self.tasks:
             questions["humaneval"] = [humaneval.question(task) for task in self.tasks]

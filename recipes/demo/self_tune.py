@@ -249,6 +249,9 @@ def main(
     if resume:
         load_checkpoint(out / "checkpoint.pt", tuner.model, tuner.optimizers, budget)
         hand_over()
+    # Once each, for nothing: what comes now is timed, and must not contain loading and compiling.
+    engines.answer([request.ids for request in asked[:64]])
+    tuner.all_losses(validation)
     log.write("start", requests=len(asked), chat_rows=len(likely), step=budget.step, elapsed=budget.elapsed)
     before = budget.elapsed
     if budget.step == 0:

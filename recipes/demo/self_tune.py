@@ -147,7 +147,8 @@ class Evaluation:
     def __init__(self, folder: Path | None, tests: Path | None, encoder: Encoder, room: int) -> None:
         questions: dict[str, list[list[dict[str, str]]]] = {}
         for path in sorted(folder.glob("*.jsonl*")) if folder else ():
-            questions[path.name.partition(".")[0]] = [first_question(record["messages"]) for record in jsonlines.read(path)]
+            name = path.name.partition(".")[0]
+            questions[name] = [first_question(record["messages"]) for record in jsonlines.read(path)]
         self.tasks = humaneval.load(tests) if tests else []
         if self.tasks:
             questions["humaneval"] = [humaneval.question(task) for task in self.tasks]
@@ -248,6 +249,9 @@ def main(
     if resume:
         load_checkpoint(out / "checkpoint.pt", tuner.model, tuner.optimizers, budget)
         hand_over()
+    # Once each, for nothing: what comes now is timed, and must not contain loading and compiling.
+    engines.answer([request.ids for request in asked[:64]])
+    tuner.all_losses(validation)
     log.write("start", requests=len(asked), chat_rows=len(likely), step=budget.step, elapsed=budget.elapsed)
     before = budget.elapsed
     if budget.step == 0:

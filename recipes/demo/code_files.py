@@ -26,7 +26,8 @@ from recipes.demo import jsonlines
 
 PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|ISCL|Unlicense)\b", re.IGNORECASE)
 RESTRICTED = re.compile(
-    r"GPL|MPL|Mozilla|EUPL|CDDL|Eclipse|proprietary|commercial|NVIDIA|CC-BY|CC BY|LicenseRef|Apache modified", re.IGNORECASE
+    r"GPL|MPL|Mozilla|EUPL|CDDL|Eclipse|proprietary|commercial|NVIDIA|CC-BY|CC BY|LicenseRef|Apache modified",
+    re.IGNORECASE,
 )
 SKIPPED_FOLDERS = {
     *("test", "tests", "testing", "_tests", "idle_test", "fixtures", "testdata", "test_data", "benchmarks"),

@@ -200,7 +200,7 @@ def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bo
             found["attention"] = attention_change(bootstrap, result)
             if result is not first:
                 found["compared"] = bootstrap.compare(counts, _base_counts(result, first), offset=1.0)
-                found["recent_compared"] = compare_changes(bootstrap, "recent", result, first)
+                found["recent_compared"] = compare_changes(bootstrap, "recent", [result], [first])
         compared.append(replace(cell, **found))
     first = next(iter(base.values()))
     return SuiteResult(

@@ -186,7 +186,7 @@ class Bootstrap:
             panels = [panel.only(common) for panel in panels]
         mean = pooled(offset=offset)
         difference = self.interval(panels, lambda sides: mean(sides[:1]) - mean(sides[1:]), is_share=True)
-        ratio = self.interval(panels, lambda sides: divide(mean(sides[:1]), mean(sides[1:])), is_share=True)
+        ratio = self.interval(panels, lambda sides: divide(mean(sides[:1]), mean(sides[1:])))
         before = panels[1].value(mean)
         if difference is None or ratio is None or before is None:
             return None

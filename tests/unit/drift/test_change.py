@@ -95,7 +95,8 @@ def test_seeds_that_disagree_widen_the_interval_and_leave_the_mean():
     one, other = (attention_change(QUICK, *runs).recent for runs in (alike, apart))
     assert one.change.value == pytest.approx(other.change.value)
     assert one.change.value == pytest.approx(0.1, abs=0.001)
-    assert one.change.half_width < 0.01 < 0.1 < other.change.half_width
+    assert one.change.half_width < 0.01
+    assert other.change.half_width > 0.1
     assert attention_change(QUICK, *apart).status == "unclear"
     assert attention_change(QUICK, *apart).prompts == FEW_PROMPTS
     assert compare_changes(QUICK, "recent", apart, alike).half_width > 0.1

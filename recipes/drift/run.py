@@ -1,0 +1,137 @@
+"""Training and probing the drafters of an experiment, several side by side; what is done is not done again."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.devices import choose_device
+from fledge.drift.probe import Prober, ProbeSettings
+from fledge.drift.prompts import load_probe_workload
+from fledge.drift.suite import run_suite
+from fledge.errors import ConfigError, FledgeError
+from fledge.evaluation.workloads import Workload
+from fledge.files import json_line, write_text
+from fledge.progress import Progress
+from fledge.training.pipeline import Pipeline
+from fledge.training.stages.evaluate import read_held_out
+from fledge.training.stages.prepare import HELD_OUT
+from recipes.drift.experiment import Experiment, Fit
+
+SHARED = ("prepare", "regenerate", "vocab", "capture")  # stages whose output is the same for all drafters
+_GPU_MEMORY = 0.5  # of the device, for the keys and values of all processes that probe; the replay needs the rest
+_QUIET = Progress(quiet=True)
+
+
+def train(experiment: Experiment, out: Path, processes: int, progress: Progress) -> None:
+    """Have the target answer, once, then train what is not there yet."""
+    answers = experiment.recipe(experiment.fits[0], out / "answers")
+    Pipeline(answers, progress=progress).run(until=SHARED[-1])
+    for fit in experiment.fits:
+        output = out / "drafters" / fit.name
+        output.mkdir(parents=True, exist_ok=True)
+        for stage in SHARED:
+            if not (output / stage).exists():
+                (output / stage).symlink_to(Path("..", "..", "answers", stage))
+    missing = [fit for fit in experiment.fits if not _is_trained(experiment, out, fit)]
+    # The longest first: the last ones to end should be short.
+    shares = [[fit] for fit in sorted(missing, key=lambda fit: -fit.arm.depth)]
+    _side_by_side(_train_share, experiment, out, shares, processes, progress)
+
+
+def _is_trained(experiment: Experiment, out: Path, fit: Fit) -> bool:
+    recipe = experiment.recipe(fit, out / "drafters" / fit.name)
+    return Pipeline(recipe).states()["eval"].manifest is not None and drafter_directory(out, fit).is_dir()
+
+
+def drafter_directory(out: Path, fit: Fit) -> Path:
+    return out / "drafters" / fit.name / "drafter"
+
+
+def _train_share(experiment: Experiment, out: Path, fits: Sequence[Fit], _processes: int) -> None:
+    for fit in fits:
+        Pipeline(experiment.recipe(fit, out / "drafters" / fit.name), progress=_QUIET).run()
+
+
+def probe(experiment: Experiment, out: Path, processes: int, progress: Progress) -> None:
+    """Probe all drafters. A process keeps its target and probes its share of them one after another."""
+    for fit in experiment.fits:
+        if not drafter_directory(out, fit).is_dir():
+            raise ConfigError(f"{drafter_directory(out, fit)}: is not there; run --stage train first")
+    processes = min(processes, len(experiment.fits))
+    shares = [experiment.fits[number::processes] for number in range(processes)]
+    _side_by_side(_probe_share, experiment, out, shares, processes, progress)
+
+
+def _probe_share(experiment: Experiment, out: Path, fits: Sequence[Fit], processes: int) -> None:
+    section, recipe = experiment.probe, experiment.recipe(fits[0], out / "answers")
+    workload = _workload(experiment, out)
+    options: dict[str, Any] = {"dtype": section.dtype, "device": recipe.device, "enforce_eager": True}
+    if processes > 1 and choose_device(recipe.device).type == "cuda":
+        # Free memory tells none what the others will take.
+        options["kv_cache_bytes"] = int(_GPU_MEMORY * torch.cuda.mem_get_info()[1]) // processes
+    settings = ProbeSettings(depth=section.depth, max_tokens=section.max_tokens, keep_examples=0)
+    prober = Prober(recipe.target.path, workload.name, settings, options)
+    try:
+        for fit in fits:
+            directory = out / "probes" / fit.name
+            drafter = str(drafter_directory(out, fit))
+            suite, results = run_suite([drafter], workload, section.conditions, prober, directory)
+            found = {name: result.to_dict() for (_, name), result in results.items()}
+            for depth in (depth for result in found.values() for depth in result["by_depth"]):
+                depth["heads"] = []  # most of the bytes, and the report is about the mean of all
+            skipped = {cell.perturbation: cell.skip for cell in suite.cells if cell.skip is not None}
+            write_text(directory.with_name(f"{fit.name}.json"), json_line({"results": found, "skipped": skipped}))
+    finally:
+        prober.close()
+
+
+def _workload(experiment: Experiment, out: Path) -> Workload:
+    section = experiment.probe
+    if section.workload is not None:
+        return load_probe_workload(section.workload, sample=section.prompts)
+    states = Pipeline(experiment.recipe(experiment.fits[0], out / "answers")).states()
+    path = states["prepare"].directory / HELD_OUT
+    if not path.is_file():
+        raise ConfigError(f"{path}: is not there; run --stage train first, or name probe.workload")
+    prompts = tuple(read_held_out(path))
+    held_out = Workload(name="held out of training", prompts=prompts, source="the training prompts", licence="theirs")
+    return held_out.sampled(section.prompts, seed=0)
+
+
+def _side_by_side(
+    work: Callable[[Experiment, Path, Sequence[Fit], int], None],
+    experiment: Experiment,
+    out: Path,
+    shares: Sequence[Sequence[Fit]],
+    processes: int,
+    progress: Progress,
+) -> None:
+    """Do all shares, so many at a time, each in a process of its own; with one process in this one."""
+    done = len(experiment.fits) - sum(map(len, shares))
+    with progress.task("drafters", len(experiment.fits), done) as advance:
+        if processes == 1:
+            for share in shares:
+                work(experiment, out, share, 1)
+                advance(len(share), note=share[-1].name)
+            return
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+        spawned = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, mp_context=spawned, max_tasks_per_child=1) as pool:
+            running: dict[Future[None], Sequence[Fit]] = {
+                pool.submit(work, experiment, out, share, processes): share for share in shares
+            }
+            try:
+                for future in as_completed(running):
+                    future.result()
+                    advance(len(running[future]), note=running[future][-1].name)
+            except BrokenProcessPool:
+                advice = "fewer --processes if memory was short; the same command goes on from here"
+                raise FledgeError(f"a process ended before its work did: {advice}") from None
+            finally:  # after an error or Ctrl-C those under way still save what they have
+                pool.shutdown(cancel_futures=True)

@@ -15,7 +15,7 @@ from fledge.report.tables import Table, TableCell, figure_cell
 from recipes.drift.picture import small_multiples
 from recipes.drift.pooled import ArmComparison, ArmResult, DriftExperiment, in_points
 
-TITLE = "Drift of drafters, by variant and depth of training"
+TITLE = "Drift by variant and depth of training"
 _STATUS = {
     "drifts": "drifts from depth {}",
     "steady": "no drift",

@@ -149,7 +149,7 @@ def test_a_run_answers_once_and_does_nothing_twice(tmp_path, monkeypatch, capsys
     out, path = tmp_path / "out", write_experiment(tmp_path / "experiment.yaml", **values)
     with pytest.raises(SystemExit, match=r"error: .*run --stage train first"):
         main(path, out=out, stage=["probe"])
-    monkeypatch.setattr("fledge.training.stages.fit.plot_training", lambda *_: None)  # a second of CPU each
+    monkeypatch.setattr("fledge.training.stages.fit.plot_training", lambda *_, **__: None)  # a second each
     main(path, out=out)
     assert "too few for a verdict" in capsys.readouterr().out
     assert {"results.json", "report.html", "report.png"} <= {file.name for file in out.iterdir()}

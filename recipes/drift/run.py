@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,15 @@ from recipes.drift.experiment import Experiment, Fit
 
 SHARED = ("prepare", "regenerate", "vocab", "capture")  # stages whose output is the same for all drafters
 _GPU_MEMORY = 0.5  # of the device, for the keys and values of all processes that probe; the replay needs the rest
+_LOOK_SECONDS = 2.0  # between looks at what has been done
 _QUIET = Progress(quiet=True)
 
 
 def train(experiment: Experiment, out: Path, processes: int, progress: Progress) -> None:
     """Have the target answer, once, then train what is not there yet."""
     answers = experiment.recipe(experiment.fits[0], out / "answers")
+    if answers.regenerate.engine == "fledge" and answers.regenerate.processes == 1:
+        answers = replace(answers, regenerate=replace(answers.regenerate, processes=processes))
     Pipeline(answers, progress=progress).run(until=SHARED[-1])
     for fit in experiment.fits:
         output = out / "drafters" / fit.name
@@ -38,10 +43,14 @@ def train(experiment: Experiment, out: Path, processes: int, progress: Progress)
         for stage in SHARED:
             if not (output / stage).exists():
                 (output / stage).symlink_to(Path("..", "..", "answers", stage))
-    missing = [fit for fit in experiment.fits if not _is_trained(experiment, out, fit)]
     # The longest first: the last ones to end should be short.
-    shares = [[fit] for fit in sorted(missing, key=lambda fit: -fit.arm.depth)]
-    _side_by_side(_train_share, experiment, out, shares, processes, progress)
+    several = sorted(experiment.fits, key=lambda fit: -fit.arm.depth)
+    missing = [[fit] for fit in several if not _is_trained(experiment, out, fit)]
+
+    def done() -> int:
+        return sum(drafter_directory(out, fit).is_dir() for fit in several)
+
+    _side_by_side(_train_share, (experiment, out), missing, processes, progress, "fit", len(several), done)
 
 
 def _is_trained(experiment: Experiment, out: Path, fit: Fit) -> bool:
@@ -65,7 +74,12 @@ def probe(experiment: Experiment, out: Path, processes: int, progress: Progress)
             raise ConfigError(f"{drafter_directory(out, fit)}: is not there; run --stage train first")
     processes = min(processes, len(experiment.fits))
     shares = [experiment.fits[number::processes] for number in range(processes)]
-    _side_by_side(_probe_share, experiment, out, shares, processes, progress)
+
+    def done() -> int:
+        return sum(1 for _ in (out / "probes").glob("*/cells/*/*.json"))
+
+    total = len(experiment.fits) * (1 + len(experiment.probe.conditions))
+    _side_by_side(_probe_share, (experiment, out), shares, processes, progress, "probe", total, done)
 
 
 def _probe_share(experiment: Experiment, out: Path, fits: Sequence[Fit], processes: int) -> None:
@@ -106,32 +120,37 @@ def _workload(experiment: Experiment, out: Path) -> Workload:
 
 def _side_by_side(
     work: Callable[[Experiment, Path, Sequence[Fit], int], None],
-    experiment: Experiment,
-    out: Path,
+    of: tuple[Experiment, Path],
     shares: Sequence[Sequence[Fit]],
     processes: int,
     progress: Progress,
+    what: str,
+    total: int,
+    done: Callable[[], int],
 ) -> None:
-    """Do all shares, so many at a time, each in a process of its own; with one process in this one."""
-    done = len(experiment.fits) - sum(map(len, shares))
-    with progress.task("drafters", len(experiment.fits), done) as advance:
+    """Do all shares, so many at a time, in processes that take one after another; with one process in this one.
+
+    `done` says how much of `total` there is.
+    """
+    shown = done()
+    with progress.task(what, total, shown) as advance, ExitStack() as stack:
         if processes == 1:
             for share in shares:
-                work(experiment, out, share, 1)
-                advance(len(share), note=share[-1].name)
+                work(*of, share, 1)
+                advance((now := done()) - shown)
+                shown = now
             return
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-        spawned = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, mp_context=spawned, max_tasks_per_child=1) as pool:
-            running: dict[Future[None], Sequence[Fit]] = {
-                pool.submit(work, experiment, out, share, processes): share for share in shares
-            }
-            try:
-                for future in as_completed(running):
+        pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+        stack.callback(pool.shutdown, cancel_futures=True)  # after an error or Ctrl-C those at work save what they have
+        running = {pool.submit(work, *of, share, processes) for share in shares}
+        while running:
+            finished, running = wait(running, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED)
+            for future in finished:
+                try:
                     future.result()
-                    advance(len(running[future]), note=running[future][-1].name)
-            except BrokenProcessPool:
-                advice = "fewer --processes if memory was short; the same command goes on from here"
-                raise FledgeError(f"a process ended before its work did: {advice}") from None
-            finally:  # after an error or Ctrl-C those under way still save what they have
-                pool.shutdown(cancel_futures=True)
+                except BrokenProcessPool:
+                    advice = "fewer --processes if memory was short; the same command goes on from here"
+                    raise FledgeError(f"{what}: a process ended before its work did: {advice}") from None
+            advance((now := done()) - shown)
+            shown = now

@@ -202,10 +202,10 @@ class Recipe(Record):
     @classmethod
     def of(cls, values: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> "Recipe":
         """Make a recipe of what a file, or a part of one, says."""
-        values = _anchored(values, path.parent)  # of a bare name: the working directory
+        anchored: dict[str, Any] = _anchored(values, path.parent)  # of a bare name: the working directory
         for override in overrides:
-            _apply_override(values, override)
-        recipe = decode(cls, values, str(path))
+            _apply_override(anchored, override)
+        recipe = decode(cls, anchored, str(path))
         for key, holds, allowed in recipe._checks():
             if not holds:
                 raise ConfigError(f"{path}: {key}: found {attrgetter(key)(recipe)!r}, allowed is {allowed}")

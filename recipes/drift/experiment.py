@@ -46,6 +46,7 @@ class Fit(NamedTuple):
 class Variant:
     depths: tuple[int, ...]
     drafter: dict[str, Any] = field(default_factory=dict)  # keys of the recipe's section
+    against: str | None = None  # the variant it is compared with; None: the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +74,17 @@ class Experiment:
     def load(cls, path: Path, overrides: Sequence[str] = (), variants: Sequence[str] = ()) -> "Experiment":
         """Read the file, some of its `variants` or all; refuse in one line what cannot be meant."""
         experiment = replace(decode(cls, read_yaml(path), str(path)), path=str(path), overrides=tuple(overrides))
-        for name in variants:
+        first = next(iter(experiment.variants), "")
+        named = [one.against or first for one in experiment.variants.values()]
+        for name in (*named, *variants):
             if name not in experiment.variants:
                 raise ConfigError(
                     f"{path}: no variant is called '{name}'.{nearest_name_hint(name, experiment.variants)}"
                 )
         if variants:
-            experiment = replace(experiment, variants={name: experiment.variants[name] for name in variants})
+            chosen = {name: one for name, one in experiment.variants.items() if name in variants}
+            chosen = {name: replace(one, against=one.against or first) for name, one in chosen.items()}
+            experiment = replace(experiment, variants=chosen)
         names = [fit.name for fit in experiment.fits]
         for holds, what in (
             (names, "seeds, variants: expected at least one of each, and `depths` of every variant"),
@@ -101,8 +106,8 @@ class Experiment:
         return [Fit(arm, seed) for arm in self.arms for seed in self.seeds]
 
     def base_of(self, arm: Arm) -> Arm | None:
-        """What an arm is compared with, the first variant at its depth; None: that is itself, or there is none."""
-        base = Arm(next(iter(self.variants)), arm.depth)
+        """What an arm is compared with, another variant at its depth; None: that is itself, or there is none."""
+        base = Arm(self.variants[arm.variant].against or next(iter(self.variants)), arm.depth)
         return base if base != arm and base in self.arms else None
 
     def recipe(self, fit: Fit, output: Path) -> Recipe:

@@ -5,8 +5,9 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fledge.drift.suite import run_suite
 from fledge.errors import ConfigError, FledgeError
 from fledge.evaluation.workloads import Workload
 from fledge.files import json_line, write_text
-from fledge.progress import Progress
+from fledge.progress import Advance, Progress
 from fledge.training.pipeline import Pipeline
 from fledge.training.stages.evaluate import read_held_out
 from fledge.training.stages.prepare import HELD_OUT
@@ -50,7 +51,8 @@ def train(experiment: Experiment, out: Path, processes: int, progress: Progress)
     def done() -> int:
         return sum(drafter_directory(out, fit).is_dir() for fit in several)
 
-    _side_by_side(_train_share, (experiment, out), missing, processes, progress, "fit", len(several), done)
+    work = partial(_train_share, experiment, out)
+    _side_by_side(work, missing, processes, progress.task("fit", len(several), done()), done)
 
 
 def _is_trained(experiment: Experiment, out: Path, fit: Fit) -> bool:
@@ -76,10 +78,11 @@ def probe(experiment: Experiment, out: Path, processes: int, progress: Progress)
     shares = [experiment.fits[number::processes] for number in range(processes)]
 
     def done() -> int:
-        return sum(1 for _ in (out / "probes").glob("*/cells/*/*.json"))
+        return sum(len(list((out / "probes" / fit.name).glob("cells/*/*.json"))) for fit in experiment.fits)
 
     total = len(experiment.fits) * (1 + len(experiment.probe.conditions))
-    _side_by_side(_probe_share, (experiment, out), shares, processes, progress, "probe", total, done)
+    work = partial(_probe_share, experiment, out)
+    _side_by_side(work, shares, processes, progress.task("probe", total, done()), done)
 
 
 def _probe_share(experiment: Experiment, out: Path, fits: Sequence[Fit], processes: int) -> None:
@@ -119,31 +122,28 @@ def _workload(experiment: Experiment, out: Path) -> Workload:
 
 
 def _side_by_side(
-    work: Callable[[Experiment, Path, Sequence[Fit], int], None],
-    of: tuple[Experiment, Path],
+    work: Callable[[Sequence[Fit], int], None],
     shares: Sequence[Sequence[Fit]],
     processes: int,
-    progress: Progress,
-    what: str,
-    total: int,
+    task: AbstractContextManager[Advance],
     done: Callable[[], int],
 ) -> None:
     """Do all shares, so many at a time, in processes that take one after another; with one process in this one.
 
-    `done` says how much of `total` there is.
+    `done` counts what `task` shows.
     """
     shown = done()
-    with progress.task(what, total, shown) as advance, ExitStack() as stack:
+    with task as advance, ExitStack() as stack:
         if processes == 1:
             for share in shares:
-                work(*of, share, 1)
+                work(share, 1)
                 advance((now := done()) - shown)
                 shown = now
             return
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
         stack.callback(pool.shutdown, cancel_futures=True)  # after an error or Ctrl-C those at work save what they have
-        running = {pool.submit(work, *of, share, processes) for share in shares}
+        running = {pool.submit(work, share, processes) for share in shares}
         while running:
             finished, running = wait(running, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED)
             for future in finished:
@@ -151,6 +151,6 @@ def _side_by_side(
                     future.result()
                 except BrokenProcessPool:
                     advice = "fewer --processes if memory was short; the same command goes on from here"
-                    raise FledgeError(f"{what}: a process ended before its work did: {advice}") from None
+                    raise FledgeError(f"a process ended before its work did: {advice}") from None
             advance((now := done()) - shown)
             shown = now

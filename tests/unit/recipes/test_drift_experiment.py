@@ -61,7 +61,10 @@ def test_the_shipped_experiment_is_the_grid_and_the_ablation() -> None:
     assert one.data.sources == (str(Path("prompts.jsonl").absolute()),)
     assert experiment.base_of(Arm("post-norm", 8)) == Arm("pre-norm", 8)
     assert experiment.base_of(Arm("pre-norm", 8)) is None
-    assert [arm.variant for arm in Experiment.load(SHIPPED, (), ["fc_norm alone"]).arms] == ["fc_norm alone"]
+    assert experiment.base_of(Arm("post-norm, window", 4)) == Arm("post-norm", 4)
+    some = Experiment.load(SHIPPED, (), ["post-norm", "fc_norm alone"])
+    assert [arm.variant for arm in some.arms] == ["post-norm"] * 3 + ["fc_norm alone"]
+    assert not any(map(some.base_of, some.arms))  # what they are compared with was not asked for
 
 
 @pytest.mark.parametrize(

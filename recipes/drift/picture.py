@@ -27,7 +27,7 @@ def small_multiples(outcome: DriftExperiment) -> Figure:
     last = 1.0 + _CONDITION * len(conditions) * max(1.0, 0.5 * len(beside))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, 3 * _ROW + last), layout="constrained")
-        rows = figure.subfigures(4, 1, height_ratios=[_ROW, _ROW, _ROW, last])
+        rows: Any = figure.subfigures(4, 1, height_ratios=[_ROW, _ROW, _ROW, last])
         _by_depth(rows[0], outcome, depths, styles, "attention on the last tokens", lambda arm: arm.recent)
         _by_depth(rows[1], outcome, depths, styles, "attention on the first token", lambda arm: arm.sink)
         panels = rows[2].subplots(1, 3)
@@ -39,7 +39,7 @@ def small_multiples(outcome: DriftExperiment) -> Figure:
         panels[2].axhline(1.0, color=MUTED, linewidth=1, linestyle=":")
         panels[2].set_title(f"state before the norm, times depth 1; TTT {common}")
         _accepted(rows[3].subplots(), beside, conditions, styles, common)
-        handles = {}
+        handles: dict[str, Any] = {}
         for axes in figure.axes:
             handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(6, len(handles)), frameon=False)

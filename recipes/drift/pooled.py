@@ -99,7 +99,7 @@ def read_probes(experiment: Experiment, out: Path) -> tuple[dict[Arm, Runs], dic
             raise ConfigError(f"{path}: is not there; run --stage probe first")
         skipped |= values["skipped"]
         found[fit] = {name: DriftResult.from_dict(one, str(path)) for name, one in values["results"].items()}
-    runs = {}
+    runs: dict[Arm, Runs] = {}
     for arm in experiment.arms:
         several = [found[Fit(arm, seed)] for seed in experiment.seeds]
         shared = [name for name in several[0] if all(name in one for one in several)]

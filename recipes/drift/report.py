@@ -1,6 +1,7 @@
 """The outcome written down: results.json, report.html, report.png, and what a terminal shows."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from markupsafe import Markup
@@ -10,10 +11,11 @@ from rich.text import Text
 from fledge.files import write_text
 from fledge.report import prose
 from fledge.report.charts import save_png, to_svg
+from fledge.report.intervals import Interval
 from fledge.report.page import finished, page_style, page_template
 from fledge.report.tables import Table, TableCell, figure_cell
 from recipes.drift.picture import small_multiples
-from recipes.drift.pooled import ArmComparison, ArmResult, DriftExperiment, in_points
+from recipes.drift.pooled import ArmResult, DriftExperiment, in_points
 
 TITLE = "Drift by variant and depth of training"
 _STATUS = {
@@ -40,7 +42,8 @@ def write(out: Path, outcome: DriftExperiment) -> None:
 
 def show(out: Path, outcome: DriftExperiment) -> None:
     console = Console(highlight=False)
-    for table in tables(outcome):
+    first, *_, last = tables(outcome)
+    for table in (first, last):  # the page has all
         console.print(*table.to_rich(console.width))
     for sentence in outcome.sentences:
         console.print(Text(f"· {sentence.text}"))
@@ -48,57 +51,46 @@ def show(out: Path, outcome: DriftExperiment) -> None:
 
 
 def tables(outcome: DriftExperiment) -> list[Table]:
-    """Attention by arm, acceptance by arm and condition, arms against what they are compared with."""
-    header = (
-        "",
-        "drift",
-        "recent, depth 1",
-        "change",
-        "slope",
-        "sink, depth 1",
-        "change",
-        "slope",
-        "state",
-        "accepted",
-    )
-    attention = Table.of(
-        f"From depth 1 to {outcome.depth}; points of attention", header, [*map(_arm_row, outcome.arms)]
-    )
-    names = list(dict.fromkeys(name for arm in outcome.arms for name in arm.conditions))
-    body: list[list[TableCell | str]] = []
+    """Attention by arm, then by arm and condition; acceptance so; arms against what they are compared with."""
+    of_each = ("at depth 1", "change", "slope")
+    header = ("", "drift", *(f"{name}: {what}" for name in ("recent", "sink") for what in of_each), "state", "accepted")
+    title = f"From depth 1 to {outcome.depth}; points of attention"
+    by_condition: dict[str, dict[str, dict[str, Interval | None]]] = {}
     for arm in outcome.arms:
-        found = [arm.conditions.get(name) for name in names]
-        body.append([arm.title, *(figure_cell(one and one.accepted, "{:.2f}", missing=prose.DASH) for one in found)])
-    accepted = Table.of("Accepted drafts per round, without repetition", ("", *names), body)
-    kept = []
-    for arm in outcome.arms:
-        ratios = [None if one is None or one.left is None else one.left.ratio for one in map(arm.conditions.get, names)]
-        kept.append([arm.title, *(figure_cell(one, "{:.2f}", missing=prose.DASH) for one in ratios[1:])])
-    left = Table.of("Of these, left of the workload as it is", ("", *names[1:]), kept)
-    compared = [*outcome.comparisons, *outcome.deeper]
-    groups = list(dict.fromkeys(name for one in compared for name in one.accepted))
-    return [attention, accepted, left, _comparison_table(compared, groups)] if compared else [attention, accepted, left]
+        for name, found in arm.conditions.items():
+            attention, left = found.attention, found.left
+            figures: dict[str, Interval | None] = {
+                "Slope of recent attention, points a depth": in_points(attention.recent.slope) if attention else None,
+                "Slope of sink attention, points a depth": in_points(attention.sink.slope) if attention else None,
+                "Accepted drafts per round, without repetition": found.accepted,
+                "Of these, left of the workload as it is": None if left is None else left.ratio,
+            }
+            for what, figure in figures.items():
+                by_condition.setdefault(what, {}).setdefault(arm.title, {})[name] = figure
+    beside: dict[str, dict[str, Interval | None]] = {
+        f"{one.arm} / {one.base}": {name: found.ratio for name, found in one.accepted.items()}
+        for one in (*outcome.comparisons, *outcome.deeper)
+    }
+    by_condition |= {"Accepted drafts per round against those of another arm": beside} if beside else {}
+    rows = [_arm_row(arm) for arm in outcome.arms]
+    return [Table.of(title, header, rows), *(_grid(what, of_rows) for what, of_rows in by_condition.items())]
 
 
 def _arm_row(arm: ArmResult) -> list[TableCell | str]:
-    attention = arm.unperturbed.attention
+    attention, accepted = arm.unperturbed.attention, figure_cell(arm.unperturbed.accepted, "{:.2f}")
     if attention is None:
-        return [arm.title, "not measured", *[""] * 7, figure_cell(arm.unperturbed.accepted, "{:.2f}")]
+        return [arm.title, "not measured", *[""] * 7, accepted]
     row: list[TableCell | str] = [arm.title, _STATUS[attention.status].format(attention.drift_depth)]
     for one in (attention.recent, attention.sink):
-        row += [
-            prose.percent(one.first),
-            figure_cell(in_points(one.change), "{:+.1f}"),
-            figure_cell(in_points(one.slope), "{:+.2f}"),
-        ]
-    row.append(figure_cell(arm.hidden_growth[-1], "{:.2f}", unit="x"))
-    return [*row, figure_cell(arm.unperturbed.accepted, "{:.2f}")]
+        row.append(prose.percent(one.first))
+        row += [figure_cell(in_points(one.change), "{:+.1f}"), figure_cell(in_points(one.slope), "{:+.2f}")]
+    return [*row, figure_cell(arm.hidden_growth[-1], "{:.2f}", unit="x"), accepted]
 
 
-def _comparison_table(compared: list[ArmComparison], groups: list[str]) -> Table:
-    body: list[list[TableCell | str]] = []
-    for one in compared:
-        ratios = [one.accepted.get(name) for name in groups]
-        cells = [figure_cell(ratio and ratio.ratio, "{:.2f}", missing=prose.DASH) for ratio in ratios]
-        body.append([f"{one.arm} / {one.base}", *cells])
-    return Table.of("Accepted drafts per round against those of another arm", ("", *groups), body)
+def _grid(title: str, rows: Mapping[str, Mapping[str, Interval | None]]) -> Table:
+    """Figures by row and condition; a condition that none has a figure of is left out."""
+    names = list(dict.fromkeys(name for row in rows.values() for name, figure in row.items() if figure is not None))
+    body = list[list[TableCell | str]]()
+    for row, figures in rows.items():
+        body.append([row, *(figure_cell(figures.get(name), "{:.2f}", missing=prose.DASH) for name in names)])
+    return Table.of(title, ("", *names), body)

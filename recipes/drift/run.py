@@ -2,12 +2,13 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -134,23 +135,25 @@ def _side_by_side(
     """
     shown = done()
     with task as advance, ExitStack() as stack:
-        if processes == 1:
-            for share in shares:
-                work(share, 1)
+        steps: Iterator[None] = map(work, shares, repeat(1))
+        if processes > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+            pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+            stack.callback(pool.shutdown, cancel_futures=True)  # after an error those at work save what they have
+            steps = _finished({pool.submit(work, share, processes) for share in shares})
+        try:
+            for _ in steps:
                 advance((now := done()) - shown)
                 shown = now
-            return
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-        pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-        stack.callback(pool.shutdown, cancel_futures=True)  # after an error or Ctrl-C those at work save what they have
-        running = {pool.submit(work, share, processes) for share in shares}
-        while running:
-            finished, running = wait(running, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED)
-            for future in finished:
-                try:
-                    future.result()
-                except BrokenProcessPool:
-                    advice = "fewer --processes if memory was short; the same command goes on from here"
-                    raise FledgeError(f"a process ended before its work did: {advice}") from None
-            advance((now := done()) - shown)
-            shown = now
+        except (BrokenProcessPool, torch.OutOfMemoryError):
+            advice = "fewer --processes if memory was short; the same command goes on from here"
+            raise FledgeError(f"a process ended before its work did: {advice}") from None
+
+
+def _finished(running: set[Future[None]]) -> Iterator[None]:
+    """Wait for all, and yield now and then. Raises what one of them raised."""
+    while running:
+        finished, running = wait(running, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED)
+        for future in finished:
+            future.result()
+        yield

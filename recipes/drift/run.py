@@ -8,7 +8,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,10 @@ def drafter_directory(out: Path, fit: Fit) -> Path:
     return out / "drafters" / fit.name / "drafter"
 
 
-def _train_share(experiment: Experiment, out: Path, fits: Sequence[Fit], _processes: int) -> None:
+def _train_share(experiment: Experiment, out: Path, fits: Sequence[Fit], _processes: int) -> Iterator[None]:
     for fit in fits:
         Pipeline(experiment.recipe(fit, out / "drafters" / fit.name), progress=_QUIET).run()
+        yield
 
 
 def probe(experiment: Experiment, out: Path, processes: int, progress: Progress) -> None:
@@ -86,7 +86,7 @@ def probe(experiment: Experiment, out: Path, processes: int, progress: Progress)
     _side_by_side(work, shares, processes, progress.task("probe", total, done()), done)
 
 
-def _probe_share(experiment: Experiment, out: Path, fits: Sequence[Fit], processes: int) -> None:
+def _probe_share(experiment: Experiment, out: Path, fits: Sequence[Fit], processes: int) -> Iterator[None]:
     section, recipe = experiment.probe, experiment.recipe(fits[0], out / "answers")
     workload = _workload(experiment, out)
     options: dict[str, Any] = {"dtype": section.dtype, "device": recipe.device, "enforce_eager": True}
@@ -105,6 +105,7 @@ def _probe_share(experiment: Experiment, out: Path, fits: Sequence[Fit], process
                 depth["heads"] = []  # most of the bytes, and the report is about the mean of all
             skipped = {cell.perturbation: cell.skip for cell in suite.cells if cell.skip is not None}
             write_text(directory.with_name(f"{fit.name}.json"), json_line({"results": found, "skipped": skipped}))
+            yield
     finally:
         prober.close()
 
@@ -123,7 +124,7 @@ def _workload(experiment: Experiment, out: Path) -> Workload:
 
 
 def _side_by_side(
-    work: Callable[[Sequence[Fit], int], None],
+    work: Callable[[Sequence[Fit], int], Iterator[None]],
     shares: Sequence[Sequence[Fit]],
     processes: int,
     task: AbstractContextManager[Advance],
@@ -135,12 +136,12 @@ def _side_by_side(
     """
     shown = done()
     with task as advance, ExitStack() as stack:
-        steps: Iterator[None] = map(work, shares, repeat(1))
+        steps: Iterator[None] = (step for share in shares for step in work(share, 1))
         if processes > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
             pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
             stack.callback(pool.shutdown, cancel_futures=True)  # after an error those at work save what they have
-            steps = _finished({pool.submit(work, share, processes) for share in shares})
+            steps = _finished({pool.submit(_do_all, work, share, processes) for share in shares})
         try:
             for _ in steps:
                 advance((now := done()) - shown)
@@ -148,6 +149,11 @@ def _side_by_side(
         except (BrokenProcessPool, torch.OutOfMemoryError):
             advice = "fewer --processes if memory was short; the same command goes on from here"
             raise FledgeError(f"a process ended before its work did: {advice}") from None
+
+
+def _do_all(work: Callable[[Sequence[Fit], int], Iterator[None]], share: Sequence[Fit], processes: int) -> None:
+    for _ in work(share, processes):
+        pass
 
 
 def _finished(running: set[Future[None]]) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator
+from matplotlib.ticker import FixedLocator, PercentFormatter
 
 from fledge.report.charts import MUTED, STYLE, frame, interval_bars, interval_edges, series_style
 from fledge.report.intervals import Interval
@@ -60,6 +60,7 @@ def _by_depth(
         for arm in (arm for arm in outcome.arms if arm.trained_depth == depth):
             _line(axes, curve(arm), styles[arm.variant], arm.variant)
         frame(axes, range(1, outcome.depth + 1), percent=True)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))  # with the digits that so small shares need
         axes.set_title(f"{what}; TTT {depth}")
         axes.axvline(depth + 0.5, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))  # deeper than trained
     panels[0].set_ylim(bottom=0)

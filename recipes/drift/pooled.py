@@ -5,9 +5,8 @@ three seeds that is wide, and honest: a difference that three drafters do not sh
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from fledge.drift.change import AttentionChange, attention_change, compare_changes, shares_by_depth
@@ -82,10 +81,8 @@ class DriftExperiment(Record):
     comparisons: tuple[ArmComparison, ...]  # with the first variant of the same trained depth
     deeper: tuple[ArmComparison, ...]  # of each variant, its deepest training with its shallowest
     skipped: dict[str, str]  # condition -> reason
-    sentences: tuple[Sentence, ...]
-
-    def arm(self, title: str) -> ArmResult:
-        return next(arm for arm in self.arms if arm.title == title)
+    verdicts: tuple[Sentence, ...] = ()  # on each arm, and on training deeper
+    side_by_side: tuple[Sentence, ...] = ()  # on the comparisons
 
 
 def read_probes(experiment: Experiment, out: Path) -> tuple[dict[Arm, Runs], dict[str, str]]:
@@ -126,8 +123,8 @@ def pool(
         "deeper": tuple(_compared(arm, base, runs, bootstrap) for arm, base in deepened),
         "skipped": dict(skipped),
     }
-    outcome = DriftExperiment(**values, sentences=())
-    return DriftExperiment(**values, sentences=tuple(_sentences(outcome)))
+    outcome = DriftExperiment(**values)
+    return replace(outcome, verdicts=tuple(_verdicts(outcome)), side_by_side=tuple(_side_by_side(outcome)))
 
 
 def _arm_result(arm: Arm, runs: Runs, bootstrap: Bootstrap) -> ArmResult:
@@ -228,25 +225,28 @@ def in_points(share: Interval) -> Interval:
     return Interval(value=100 * share.value, low=low, high=high)
 
 
-def _sentences(outcome: DriftExperiment) -> list[Sentence]:
-    """What it means: of each arm by the definition of drift, then side by side, in the words of `fledge drift`."""
-    limits, titles = texts("figures")["limits"], {arm.title: arm for arm in outcome.arms}
-    found = said("recipes.drift", "verdict.md.jinja", outcome=outcome, arms=titles, limits=limits)
+def _verdicts(outcome: DriftExperiment) -> list[Sentence]:
+    """By the definition of drift."""
+    return said("recipes.drift", "verdict.md.jinja", outcome=outcome, limits=texts("figures")["limits"])
+
+
+def _side_by_side(outcome: DriftExperiment) -> list[Sentence]:
+    """In the words of `fledge drift`."""
+    attention = {arm.title: arm.unperturbed.attention for arm in outcome.arms}
+    names = {UNPERTURBED: "On the unperturbed workload"}
+    names |= {name: f"Under {about['name']}" for name, about in GROUPS.items()}
+    found: list[Sentence] = []
     for one in outcome.comparisons:
-        changes = [titles[title].unperturbed.attention for title in (one.arm, one.base)]
-        names = {UNPERTURBED: "On the unperturbed workload"}
-        names |= {name: f"Under {about['name']}" for name, about in GROUPS.items()}
-        places = [(names[name], "acceptance", one.lengths[name]) for name in names if name in one.lengths]
         found += said(
             "fledge.drift",
             "comparison.md.jinja",
-            suite=SimpleNamespace(level=outcome.level),
+            suite=outcome,
             one=one.arm,
             other=one.base,
             depth=outcome.depth,
-            changes=changes,
+            changes=[attention[one.arm], attention[one.base]],
             difference=one.recent,
-            places=places,
+            places=[(names[name], "acceptance", one.lengths[name]) for name in names if name in one.lengths],
             tones={-1: "bad", 0: "neutral", 1: "good"},
         )
     return found

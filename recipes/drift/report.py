@@ -42,10 +42,8 @@ def write(out: Path, outcome: DriftExperiment) -> None:
 
 def show(out: Path, outcome: DriftExperiment) -> None:
     console = Console(highlight=False)
-    first, *_, last = tables(outcome)
-    for table in (first, last):  # the page has all
-        console.print(*table.to_rich(console.width))
-    for sentence in outcome.sentences:
+    console.print(*tables(outcome)[0].to_rich(console.width))  # the page has all
+    for sentence in (*outcome.verdicts, *outcome.side_by_side):
         console.print(Text(f"· {sentence.text}"))
     console.print(f"\nReport: {out / 'report.html'}", markup=False, soft_wrap=True)
 

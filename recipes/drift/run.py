@@ -89,7 +89,9 @@ def probe(experiment: Experiment, out: Path, processes: int, progress: Progress)
 def _probe_share(experiment: Experiment, out: Path, fits: Sequence[Fit], processes: int) -> Iterator[None]:
     section, recipe = experiment.probe, experiment.recipe(fits[0], out / "answers")
     workload = _workload(experiment, out)
-    options: dict[str, Any] = {"dtype": section.dtype, "device": recipe.device, "enforce_eager": True}
+    options: dict[str, Any] = {"dtype": section.dtype, "device": recipe.device}
+    # Nothing is decoded for long enough to be worth capturing.
+    options |= {"enforce_eager": True, "max_num_seqs": section.prompts}
     if processes > 1 and choose_device(recipe.device).type == "cuda":
         # Free memory tells none what the others will take.
         options["kv_cache_bytes"] = int(_GPU_MEMORY * torch.cuda.mem_get_info()[1]) // processes

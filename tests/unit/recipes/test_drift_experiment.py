@@ -61,7 +61,7 @@ def test_the_shipped_experiment_is_the_grid_and_the_ablation() -> None:
     assert one.data.sources == (str(Path("prompts.jsonl").absolute()),)
     assert experiment.base_of(Arm("post-norm", 8)) == Arm("pre-norm", 8)
     assert experiment.base_of(Arm("pre-norm", 8)) is None
-    assert experiment.base_of(Arm("post-norm, window", 4)) == Arm("post-norm", 4)
+    assert experiment.base_of(Arm("post-norm with window", 4)) == Arm("post-norm", 4)
     some = Experiment.load(SHIPPED, (), ["post-norm", "fc_norm alone"])
     assert [arm.variant for arm in some.arms] == ["post-norm"] * 3 + ["fc_norm alone"]
     assert not any(map(some.base_of, some.arms))  # what they are compared with was not asked for
@@ -129,8 +129,8 @@ def test_arms_are_judged_and_compared_over_seeds_and_prompts(tmp_path) -> None:
     assert beside.accepted[UNPERTURBED].ratio.value == pytest.approx(2.0)
     assert beside.accepted["bos:none"].ratio.value == pytest.approx(1.0)
     assert beside.lengths[UNPERTURBED].ratio.value == pytest.approx((1 + 160 / 210) / (1 + 80 / 210))
-    said = " ".join(sentence.text for sentence in outcome.sentences)
-    assert "pre-norm, TTT 2, 3 seeds: drifts from depth 2 on" in said
+    said = " ".join(sentence.text for sentence in (*outcome.verdicts, *outcome.side_by_side))
+    assert "pre-norm, TTT 2, 3 seeds: drifts at depth 2" in said
     assert "post-norm, TTT 2, 3 seeds: no drift to depth 2" in said
     assert "pre-norm, TTT 2 drifts, post-norm, TTT 2 does not" in said
     assert "Not measured: pad:8k:before (too long)" in said
@@ -140,7 +140,7 @@ def test_arms_are_judged_and_compared_over_seeds_and_prompts(tmp_path) -> None:
 def test_seeds_that_disagree_leave_the_verdict_open(tmp_path) -> None:
     outcome = outcome_of(tmp_path, {"pre-norm": (0.1, 0.37, 0.64), "post-norm": (0.2, 0.2, 0.21)})
     assert outcome.arms[0].unperturbed.attention.status == "unclear"
-    assert "whether it drifts cannot be told" in outcome.sentences[0].text
+    assert "whether it drifts cannot be told" in outcome.verdicts[1].text
 
 
 def test_a_run_answers_once_and_does_nothing_twice(tmp_path, monkeypatch, capsys) -> None:

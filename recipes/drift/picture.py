@@ -86,6 +86,7 @@ def _slopes(axes: Axes, arms: Sequence[ArmResult], styles: dict[str, dict[str, A
     frame(axes, None, percent=False)
     axes.xaxis.set_major_locator(FixedLocator(list(range(len(depths)))))
     axes.set_xticklabels([str(depth) for depth in depths])
+    axes.set_xlim(-0.5, len(depths) - 0.5)
     axes.axhline(0.0, color=MUTED, linewidth=1, linestyle=":")
     axes.set(xlabel="trained depth (TTT)", title=f"slope of {name} attention, points a depth")
 

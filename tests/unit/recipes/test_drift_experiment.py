@@ -1,14 +1,17 @@
 """The drift experiment: its file, its outcome of made-up probes, and a run of it with tiny models."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from fledge.drift.change import FEW_PROMPTS
 from fledge.drift.perturb import UNPERTURBED
-from fledge.errors import ConfigError
+from fledge.errors import ConfigError, FledgeError
+from fledge.progress import Progress
 from fledge.report.intervals import Bootstrap
 from recipes.drift import report, run
 from recipes.drift.__main__ import main
@@ -141,6 +144,29 @@ def test_seeds_that_disagree_leave_the_verdict_open(tmp_path) -> None:
     outcome = outcome_of(tmp_path, {"pre-norm": (0.1, 0.37, 0.64), "post-norm": (0.2, 0.2, 0.21)})
     assert outcome.arms[0].unperturbed.attention.status == "unclear"
     assert "whether it drifts cannot be told" in outcome.verdicts[1].text
+
+
+def test_shares_are_done_side_by_side_and_what_ends_one_is_a_line(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(run, "ProcessPoolExecutor", lambda count, **_: ThreadPoolExecutor(count))
+    found: list[int] = []
+
+    def work(share, processes):
+        for one in share:
+            if one == 3:
+                raise torch.OutOfMemoryError
+            found.append(one * processes)
+            yield
+
+    def do(shares, processes):
+        task = Progress().task("fit", 3, len(found))
+        run._side_by_side(work, shares, processes, task, lambda: len(found))
+
+    do([[1, 2], [4]], 2)
+    assert sorted(found) == [2, 4, 8]
+    assert "fit: 3 of 3" in capsys.readouterr().err
+    for processes in (1, 2):
+        with pytest.raises(FledgeError, match="fewer --processes if memory was short; the same command goes on"):
+            do([[1], [3]], processes)
 
 
 def test_a_run_answers_once_and_does_nothing_twice(tmp_path, monkeypatch, capsys) -> None:

@@ -29,7 +29,7 @@ def main(
     processes: Annotated[
         int, typer.Option(help="That train or probe side by side; on a GPU start NVIDIA's MPS first.", min=1)
     ] = 1,
-    quiet: bool = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing of progress.")] = False,
 ) -> None:
     """Train the drafters of an experiment, probe them for drift, pool over seeds, and say what came out."""
     progress = Progress(quiet=quiet)

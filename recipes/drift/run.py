@@ -2,7 +2,8 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack
@@ -142,8 +143,8 @@ def _side_by_side(
         if processes > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
             pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-            stack.callback(pool.shutdown, cancel_futures=True)  # after an error those at work save what they have
-            steps = _finished({pool.submit(_do_all, work, share, processes) for share in shares})
+            stack.callback(pool.shutdown)  # waits: those at work end theirs, or at Ctrl-C save what they have
+            steps = _in_turn(lambda share: pool.submit(_do_all, work, share, processes), shares, processes)
         try:
             for _ in steps:
                 advance((now := done()) - shown)
@@ -158,9 +159,15 @@ def _do_all(work: Callable[[Sequence[Fit], int], Iterator[None]], share: Sequenc
         pass
 
 
-def _finished(running: set[Future[None]]) -> Iterator[None]:
-    """Wait for all, and yield now and then. Raises what one of them raised."""
-    while running:
+def _in_turn(
+    submit: Callable[[Sequence[Fit]], Future[None]], shares: Iterable[Sequence[Fit]], processes: int
+) -> Iterator[None]:
+    """Do all shares and yield now and then; raise what one raised. No more than can begin are submitted: a pool that
+    is shut down does what it was given.
+    """
+    waiting, running = deque(shares), set[Future[None]]()
+    while waiting or running:
+        running |= {submit(waiting.popleft()) for _ in range(min(len(waiting), processes - len(running)))}
         finished, running = wait(running, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED)
         for future in finished:
             future.result()

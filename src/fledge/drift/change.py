@@ -4,6 +4,9 @@ How much attention a drafter gives to recent tokens or to the sink is its habit;
 drafts. A drafter *drifts* from the depth on from which recent tokens have gained, or the sink has lost, the bound of
 data/figures.yaml at least, with an interval that excludes 0. It is *steady* where the intervals at the last depth lie
 within the bound, and between the two it cannot be told.
+
+What is said of one drafter can be said of a way to train them: `runs` are then the results of drafters that differ in
+their seed alone, and what they differ by widens the intervals.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,48 +80,57 @@ def _has_drifted(recent: Interval, sink: Interval) -> bool:
     return rises or (sign_of(sink) < 0 and sink.value <= -BOUND)
 
 
-def attention_change(bootstrap: Bootstrap, result: DriftResult) -> AttentionChange | None:
+def attention_change(bootstrap: Bootstrap, *runs: DriftResult) -> AttentionChange | None:
     """None where fewer than two depths were drafted."""
-    depths = len(result.by_depth)
+    depths = _depths(runs)
     if depths < 2:
         return None
 
     def change(name: str) -> MassChange:
-        panel = _panel(result, name, depths)
+        panel = _panel(runs, name, depths)
         changes = [_interval(bootstrap, [panel], _since_first(depth)) for depth in range(1, depths)]
         slope = _interval(bootstrap, [panel], lambda sides: _slope(_means(sides[0])))
         first = panel.value(lambda sides: _means(sides[0])[..., 0])
         assert first is not None, "every depth of a result has rounds"
         return MassChange(first=first, since_first=tuple(changes), slope=slope)
 
-    prompts = sum(row.rounds_by_depth[0] > 0 for row in result.prompt_rows)
+    prompts = len({row.id for run in runs for row in run.prompt_rows if row.rounds_by_depth[0] > 0})
     return AttentionChange(recent=change("recent"), sink=change("sink"), prompts=prompts)
 
 
-def compare_changes(bootstrap: Bootstrap, name: str, run: DriftResult, base: DriftResult) -> Interval | None:
-    """The change from depth 1 to the last that both have, of `run` less that of `base`, over the prompts of both."""
-    depths = min(len(run.by_depth), len(base.by_depth))
+def compare_changes(
+    bootstrap: Bootstrap, name: str, runs: Sequence[DriftResult], base: Sequence[DriftResult]
+) -> Interval | None:
+    """The change from depth 1 to the last that both have, of `runs` less that of `base`, over the prompts of both."""
+    depths = min(_depths(runs), _depths(base))
     if depths < 2:
         return None
-    panels = [_panel(one, name, depths) for one in (run, base)]
+    panels = [_panel(several, name, depths) for several in (runs, base)]
     if common := panels[0].common_prompts(panels[1]):
         panels = [panel.only(common) for panel in panels]
     last = _since_first(depths - 1)
     return bootstrap.interval(panels, lambda sides: last(sides[:1]) - last(sides[1:]), is_share=True)
 
 
-def shares_by_depth(bootstrap: Bootstrap, name: str, result: DriftResult) -> list[Interval]:
+def shares_by_depth(bootstrap: Bootstrap, name: str, *runs: DriftResult) -> list[Interval]:
     """A share of attention at each depth."""
-    panel = _panel(result, name, len(result.by_depth))
-    return [_interval(bootstrap, [panel], _at(depth)) for depth in range(len(result.by_depth))]
+    depths = _depths(runs)
+    panel = _panel(runs, name, depths)
+    return [_interval(bootstrap, [panel], _at(depth)) for depth in range(depths)]
 
 
-def _panel(result: DriftResult, name: str, depths: int) -> Panel:
-    """Of each prompt the sums over rounds at each depth, then the rounds."""
+def _depths(runs: Sequence[DriftResult]) -> int:
+    """That all of them drafted to."""
+    return min(len(run.by_depth) for run in runs)
+
+
+def _panel(runs: Sequence[DriftResult], name: str, depths: int) -> Panel:
+    """Of each prompt in each run the sums over rounds at each depth, then the rounds."""
     rows = []
-    for row in result.prompt_rows:
+    for number, row in ((number, row) for number, run in enumerate(runs) for row in run.prompt_rows):
         pairs = list(zip(CURVES[name](row), row.rounds_by_depth, strict=True))[:depths]
-        rows.append((0, row.id, [(share or 0.0) * rounds for share, rounds in pairs] + [rounds for _, rounds in pairs]))
+        sums = [(share or 0.0) * rounds for share, rounds in pairs] + [rounds for _, rounds in pairs]
+        rows.append((number, row.id, sums))
     return Panel.collect(rows, 2 * depths)
 
 

@@ -40,6 +40,9 @@ from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetStates
 from fledge.progress import Advance
 
+# Options of `LLM` that say how it is done and not what comes out.
+_FREE = ("enforce_eager", "gpu_memory_utilization", "kv_cache_bytes", "max_num_seqs")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
@@ -75,7 +78,7 @@ class Prober:
             "target": [self.target, weights_digest(target), tokenizer_digests(target)],
             "drafter": weights_digest(resolve(drafter)),
             "settings": asdict(self.settings),
-            "options": {name: str(value) for name, value in sorted(self.options.items())},
+            "options": {name: str(value) for name, value in sorted(self.options.items()) if name not in _FREE},
             **({} if self.vllm is None else {"engine": "vllm"}),
         }
 

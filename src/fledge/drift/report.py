@@ -141,7 +141,7 @@ def _side_by_side(suite: SuiteResult, results: Results, one: str, other: str) ->
         places.append((f"Under {GROUPS[group]['name']}", "perturbations", compared))
     named = {"one": suite.titles[one], "other": suite.titles[other]}
     changes = [suite.cell(drafter).attention for drafter in (one, other)]
-    difference = compare_changes(bootstrap, "recent", *pair)
+    difference = compare_changes(bootstrap, "recent", pair[:1], pair[1:])
     found = {"suite": suite, "depth": depth, "changes": changes, "difference": difference, "places": places}
     return said("fledge.drift", "comparison.md.jinja", **_WORDS, **named, **found)
 

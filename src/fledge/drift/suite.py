@@ -199,8 +199,8 @@ def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bo
             found["repeated_share"] = result.repeated_share
             found["attention"] = attention_change(bootstrap, result)
             if result is not first:
-                found["compared"] = bootstrap.compare(counts, _base_counts(result, first), offset=1.0)
-                found["recent_compared"] = compare_changes(bootstrap, "recent", result, first)
+                found["compared"] = bootstrap.compare(counts, base_counts(result, first), offset=1.0)
+                found["recent_compared"] = compare_changes(bootstrap, "recent", [result], [first])
         compared.append(replace(cell, **found))
     first = next(iter(base.values()))
     return SuiteResult(
@@ -248,7 +248,7 @@ def acceptance_counts(*results: DriftResult) -> Counts:
     return counts
 
 
-def _base_counts(result: DriftResult, unperturbed: DriftResult) -> Counts:
+def base_counts(result: DriftResult, unperturbed: DriftResult) -> Counts:
     """What a perturbed run is compared with: the unperturbed run, or, where the engine's rounds are not the drafter's
     own any more, the rounds that the drafter left alone takes through the same text.
     """

@@ -177,16 +177,20 @@ class Bootstrap:
         Prompts that both runs have are compared with themselves: which prompts were drawn then moves both sides alike,
         and the interval is the narrower for it. Where no prompt is shared, the sides are resampled apart.
         """
-        panels = [_panel(run), _panel(base)]
+        return self.compare_panels(_panel(run), _panel(base), offset=offset)
+
+    def compare_panels(self, run: Panel, base: Panel, *, offset: float = 0.0) -> Comparison | None:
+        """The same of panels of two columns, totals and counts, whose repeats differ apart."""
+        panels = [run, base]
         if common := panels[0].common_prompts(panels[1]):
             panels = [panel.only(common) for panel in panels]
         mean = pooled(offset=offset)
         difference = self.interval(panels, lambda sides: mean(sides[:1]) - mean(sides[1:]), is_share=True)
-        ratio = self.interval(panels, lambda sides: divide(mean(sides[:1]), mean(sides[1:])), is_share=True)
+        ratio = self.interval(panels, lambda sides: divide(mean(sides[:1]), mean(sides[1:])))
         before = panels[1].value(mean)
         if difference is None or ratio is None or before is None:
             return None
-        prompts, is_paired = len(common or run), bool(common)
+        prompts, is_paired = len(common or run.prompts), bool(common)
         return Comparison(difference=difference, ratio=ratio, base=before, prompts=prompts, is_paired=is_paired)
 
     def _resampled(self, panel: Panel, number: int) -> Floats:

@@ -6,7 +6,7 @@ names and impossible values in one line that says where.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -199,10 +199,15 @@ class Recipe(Record):
 
         Paths in a file are relative to it; those of a named recipe and in overrides to the working directory.
         """
-        values = _anchored(read_yaml(path, recipe_text(path)), path.parent)  # of a bare name: the working directory
+        return cls.of(read_yaml(path, recipe_text(path)), path, overrides)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> "Recipe":
+        """Make a recipe of what a file, or a part of one, says."""
+        anchored: dict[str, Any] = _anchored(values, path.parent)  # of a bare name: the working directory
         for override in overrides:
-            _apply_override(values, override)
-        recipe = decode(cls, values, str(path))
+            _apply_override(anchored, override)
+        recipe = decode(cls, anchored, str(path))
         for key, holds, allowed in recipe._checks():
             if not holds:
                 raise ConfigError(f"{path}: {key}: found {attrgetter(key)(recipe)!r}, allowed is {allowed}")

@@ -70,11 +70,11 @@ def test_few_prompts_get_no_verdict_however_clear_their_figures():
 
 def test_drafters_are_compared_by_their_changes_prompt_by_prompt():
     steep, level = result(straight(0.1, 0.3)), result(straight(0.5, 0.5))
-    difference = compare_changes(QUICK, "recent", steep, level)
+    difference = compare_changes(QUICK, "recent", [steep], [level])
     assert difference.value == pytest.approx(0.2)
     assert difference.high - difference.low < 1e-9  # both have the same prompts, which differ alike in both
-    assert compare_changes(QUICK, "recent", steep, result((0.1,))) is None
-    shorter = compare_changes(QUICK, "recent", steep, result(straight(0.5, 0.5, depths=4)))
+    assert compare_changes(QUICK, "recent", [steep], [result((0.1,))]) is None
+    shorter = compare_changes(QUICK, "recent", [steep], [result(straight(0.5, 0.5, depths=4))])
     assert shorter.value == pytest.approx(0.2 * 3 / 7)  # to the last depth that both have
 
 
@@ -86,3 +86,17 @@ def test_shares_by_depth_are_pooled_over_rounds():
     rows = [replace(row, recent_attention=curve) for row, curve in zip(rows, ((0.1, 0.4), (0.5, None)), strict=True)]
     shares = shares_by_depth(QUICK, "recent", replace(found, prompt_rows=tuple(rows)))
     assert [one.value for one in shares] == pytest.approx([0.4, 0.4])
+
+
+def test_seeds_that_disagree_widen_the_interval_and_leave_the_mean():
+    """Three drafters of one recipe: what they differ by is no less a doubt than what prompts differ by."""
+    alike = [result(straight(0.1, 0.2))] * 3
+    apart = [result(straight(0.1, last)) for last in (0.1, 0.2, 0.3)]
+    one, other = (attention_change(QUICK, *runs).recent for runs in (alike, apart))
+    assert one.change.value == pytest.approx(other.change.value)
+    assert one.change.value == pytest.approx(0.1, abs=0.001)
+    assert one.change.half_width < 0.01
+    assert other.change.half_width > 0.1
+    assert attention_change(QUICK, *apart).status == "unclear"
+    assert attention_change(QUICK, *apart).prompts == FEW_PROMPTS
+    assert compare_changes(QUICK, "recent", apart, alike).half_width > 0.1

@@ -75,7 +75,7 @@ class ForkedCommand(Forked):
             os.chdir(cwd)
             os.environ.update(environment or {})
             sys.argv = ["fledge", *arguments]
-            with mock.patch.object(EngineProcess, "_start", _fork_engine):
+            with mock.patch.object(EngineProcess, "_start", fork_engine):
                 run()
 
         super().__init__(work)
@@ -89,7 +89,7 @@ class ForkedCommand(Forked):
             return self.stdout.read(), self.stderr.read()
 
 
-def _fork_engine(_process: EngineProcess, commands: int, outputs: int) -> Forked:
+def fork_engine(_process: EngineProcess, commands: int, outputs: int) -> Forked:
     """`EngineProcess._start` by a copy, which holds no end of a pipe but its own."""
 
     def work() -> None:

@@ -60,9 +60,15 @@ class Forked:
 
 
 class ForkedCommand(Forked):
-    """`fledge *arguments`. What it writes must fit into the pipes, or somebody must read."""
+    """`fledge *arguments`, or another `program`. What it writes must fit into the pipes, or somebody must read."""
 
-    def __init__(self, *arguments: str, cwd: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        environment: Mapping[str, str] | None = None,
+        program: Callable[[], object] = run,
+    ) -> None:
         (out, its_out), (err, its_err) = os.pipe(), os.pipe()
 
         def work() -> None:
@@ -76,7 +82,7 @@ class ForkedCommand(Forked):
             os.environ.update(environment or {})
             sys.argv = ["fledge", *arguments]
             with mock.patch.object(EngineProcess, "_start", fork_engine):
-                run()
+                program()
 
         super().__init__(work)
         os.close(its_out)

@@ -34,6 +34,7 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Non
     yield switch_off
     monkeypatch.undo()
     library.cache_clear()
+    library()  # from the cache of this machine, not from one of the next test's own, where it would be compiled anew
 
 
 def make_engine(

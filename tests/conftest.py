@@ -1,3 +1,4 @@
+import functools
 import gc
 import os
 from pathlib import Path
@@ -5,6 +6,7 @@ from typing import IO
 
 import pytest
 import torch
+import typer.main
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FLEDGE_COSTS", "0")  # nothing of what tests measure is to be found in anybody's home
@@ -13,6 +15,8 @@ if not torch.cuda.is_available():
 # Tests run in parallel processes and their tensors are small: more threads would wait for each other, not work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
+# Which typer builds anew, with all its options, for each of the hundreds of `fledge` commands that tests run here.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 @pytest.fixture(autouse=True)

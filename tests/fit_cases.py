@@ -1,6 +1,9 @@
 """A tiny target, examples and recipe for tests of the training loop."""
 
+import functools
 import json
+import shutil
+import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +55,10 @@ def make_inputs(directory: Path, *, target: TargetConfig = TARGET, draft_vocab: 
     ids = None if draft_vocab is None else sorted(range(0, target.vocab_size))[-draft_vocab:]
     values = {"target_ids": ids, "vocab_size": target.vocab_size, "data_digest": store.digest}
     (directory / "vocab" / "vocab.json").write_text(json.dumps(values))
+    return _recipe(directory)
+
+
+def _recipe(directory: Path) -> Recipe:
     return Recipe(
         output=str(directory),
         target=TargetSection(path=str(directory / "target")),
@@ -74,6 +81,19 @@ def run_fit(recipe: Recipe, name: str = "fit", *, plot: bool = False) -> dict[st
     """Run the stage, by default without its picture, which takes longer than all the rest."""
     with nullcontext() if plot else patch.object(fit, "plot_training"):
         return fit.STAGE.run(context(recipe, "fit", name))
+
+
+@functools.cache
+def _undisturbed() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="fledge-fit-"))
+    run_fit(make_inputs(root))
+    return root / "fit"
+
+
+def copy_undisturbed_run(recipe: Recipe, name: str) -> None:
+    """Put what `run_fit` makes of the recipe of `make_inputs` there: trained once, as many tests compare with it."""
+    assert recipe == _recipe(Path(recipe.output)), "another recipe"
+    shutil.copytree(_undisturbed(), Path(recipe.output) / name)
 
 
 def run_capture(recipe: Recipe) -> dict[str, Any]:

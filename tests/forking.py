@@ -60,9 +60,15 @@ class Forked:
 
 
 class ForkedCommand(Forked):
-    """`fledge *arguments`. What it writes must fit into the pipes, or somebody must read."""
+    """`fledge *arguments`, or another `program`. What it writes must fit into the pipes, or somebody must read."""
 
-    def __init__(self, *arguments: str, cwd: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        environment: Mapping[str, str] | None = None,
+        program: Callable[[], object] = run,
+    ) -> None:
         (out, its_out), (err, its_err) = os.pipe(), os.pipe()
 
         def work() -> None:
@@ -75,8 +81,8 @@ class ForkedCommand(Forked):
             os.chdir(cwd)
             os.environ.update(environment or {})
             sys.argv = ["fledge", *arguments]
-            with mock.patch.object(EngineProcess, "_start", _fork_engine):
-                run()
+            with mock.patch.object(EngineProcess, "_start", fork_engine):
+                program()
 
         super().__init__(work)
         os.close(its_out)
@@ -89,7 +95,7 @@ class ForkedCommand(Forked):
             return self.stdout.read(), self.stderr.read()
 
 
-def _fork_engine(_process: EngineProcess, commands: int, outputs: int) -> Forked:
+def fork_engine(_process: EngineProcess, commands: int, outputs: int) -> Forked:
     """`EngineProcess._start` by a copy, which holds no end of a pipe but its own."""
 
     def work() -> None:

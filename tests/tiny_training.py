@@ -2,11 +2,9 @@
 
 import functools
 import json
-import os
 import random
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -15,6 +13,7 @@ from pathlib import Path
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch.distributed import run as torch_run
 
 from fledge.checkpoints.target import save_target
 from fledge.models.config import TargetConfig
@@ -99,18 +98,11 @@ def fork_ranks(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def torchrun(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `torchrun -m fledge train` in two processes, from nothing."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*launch, "-m", "fledge", "train", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    """Run `torchrun -m fledge train`, whose two processes start from nothing."""
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "fledge", "train", *arguments]
+    launcher = ForkedCommand(*words, cwd=cwd, environment={"OMP_NUM_THREADS": "1"}, program=torch_run.main)
+    said = launcher.communicate(timeout=300)
+    return subprocess.CompletedProcess(arguments, launcher.returncode or 0, *said)
 
 
 def weights(drafter: Path) -> dict[str, torch.Tensor]:

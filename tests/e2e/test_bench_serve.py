@@ -229,7 +229,8 @@ def test_a_server_that_fails_is_labelled_and_the_other_one_goes_on(
 ) -> None:
     with OddServer(failing(14, how)) as bad, OddServer() as fine:
         arguments = ("--url", f"bad={bad.url}", "--url", f"fine={fine.url}", "--workload", single, "--warmup", "0")
-        arguments += ("--concurrency", "2", "--requests", "12", "--repeats", "3", "--timeout", "0.5")
+        arguments += ("--concurrency", "2", "--requests", "12", "--repeats", "3")
+        arguments += ("--timeout", "0.5" if how is stalls else "20")  # a busy machine may take more than the first
         started = time.monotonic()
         done, results = bench(tmp_path, *arguments)
         assert time.monotonic() - started < 15

@@ -43,6 +43,7 @@ def drift(pair: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return fledge("drift", *arguments, cwd=pair)
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_a_report_of_two_drafters(pair: Path) -> None:
     perturbations = ("--perturb", "template:llama3", "--perturb", "pad:1k", "--perturb", "temperature:0.8")
     done = drift(pair, *BOTH, *SMALL, *perturbations, "--out", "two")

@@ -81,6 +81,7 @@ def _newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_commands_run(newcomer: Path) -> None:
     found = commands(README)
     assert {words[1] for words in found if words[0] == "fledge"} >= {"generate", "inspect", "convert"}

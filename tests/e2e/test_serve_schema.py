@@ -13,7 +13,7 @@ from hypothesis.errors import Unsatisfiable
 
 from tests.serving import Serving, make_service
 
-EXAMPLES = int(os.environ.get("FLEDGE_TEST_SCHEMA_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("FLEDGE_TEST_SCHEMA_EXAMPLES", "25"))
 
 
 @pytest.fixture(name="serving", scope="module")

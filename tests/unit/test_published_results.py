@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.command_line import fledge
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -21,6 +23,7 @@ def test_every_link_of_the_documents_leads_somewhere() -> None:
     assert [f"{file.name}: {link}" for file, link in local if not (file.parent / link).exists()] == []
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_a_page_can_be_made_anew(tmp_path: Path) -> None:
     file = str(RESULTS / "servers-cpu.json.xz")
     done = fledge("bench", "report", file, "--out", "page.html", "--quiet", cwd=tmp_path)

@@ -1,5 +1,8 @@
 """The pairs on which Fledge and vLLM must agree: one for each thing a drafter's config or files can say."""
 
+import multiprocessing
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -8,12 +11,11 @@ from torch import Tensor
 
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.formats.drafter_classes import Format
-from fledge.checkpoints.target import save_target
+from fledge.checkpoints.target import load_target, save_target
 from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig, TemperatureConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1
 from fledge.models.target import FAMILIES
-from fledge.models.target.decoder import TargetModel
 from tests.vllm_parity.small_training import Budget, synthetic_text, train_drafter, train_target
 
 VOCAB_SIZE = 192
@@ -165,26 +167,42 @@ class PairDirectories:
     drafter: Path
 
 
-class Workshop:
-    """Trains pairs and writes them below `root`, each target once for all its drafters."""
+@cache
+def _root() -> Path:
+    return Path(tempfile.mkdtemp(prefix="fledge-pairs-"))
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._targets: dict[str, TargetModel] = {}
 
-    def make(self, case: Case) -> PairDirectories:
-        family = case.target.family
-        directories = PairDirectories(target=self.root / f"target-{family}", drafter=self.root / case.name)
-        if family not in self._targets:
-            self._targets[family] = train_target(case.target, text(), Budget(steps=case.target_steps, rate=4e-3))
-            save_target(self._targets[family], directories.target)
-        target = self._targets[family]
+def _directories(case: Case) -> PairDirectories:
+    return PairDirectories(target=_root() / f"target-{case.target.family}", drafter=_root() / case.name)
+
+
+def make_pairs(cases: Sequence[Case]) -> dict[str, PairDirectories]:
+    """Train pairs in two processes, each target once for all its drafters. Who asks again gets the same, by name."""
+    firsts = {case.target.family: case for case in cases}
+    for shared in (_root, text):
+        shared()  # before there are two
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map(_make_target, firsts.values(), chunksize=1)
+        pool.map(_make_drafter, cases, chunksize=1)
+    return {case.name: _directories(case) for case in cases}
+
+
+def _make_target(case: Case) -> None:
+    directory = _directories(case).target
+    if not directory.exists():
+        budget = Budget(steps=case.target_steps, rate=4e-3)
+        save_target(train_target(case.target, text(), budget), directory)
+
+
+def _make_drafter(case: Case) -> None:
+    directories = _directories(case)
+    if not directories.drafter.exists():
+        target = load_target(directories.target)
         budget = Budget(steps=case.train_steps, rate=3e-3)
-        drafter = train_drafter(case.drafter, target, text(), budget, unroll=5)
+        architecture = FAMILIES[case.target.family].architecture
         save_drafter(
-            drafter,
+            train_drafter(case.drafter, target, text(), budget, unroll=5),
             directories.drafter,
             to=case.format,
-            target={"name_or_path": str(directories.target), "architectures": [FAMILIES[family].architecture]},
+            target={"name_or_path": str(directories.target), "architectures": [architecture]},
         )
-        return directories

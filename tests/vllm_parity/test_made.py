@@ -1,12 +1,14 @@
 """Real vLLM loads what Fledge makes as it is: drafters of `fledge train`, an enlarged pair; and decodes as Fledge does.
 
 Of `fledge train` the whole way: plain text, the target's own continuations, a draft vocabulary, training, the published
-directory. Greedy, float32, on the CPU, in one process of vLLM's. Run by `make test-vllm`.
+directory. Greedy, float32, on the CPU. Run by `make test-vllm`.
 """
 
 import json
 import random
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from fledge.layers.config import ExpertsConfig, LatentConfig
 from tests.command_line import fledge
 from tests.tiny_models import make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
-from tests.vllm_parity.pairs import CASES, LLAMA, MAX_POSITIONS, Case, PairDirectories, Workshop
+from tests.vllm_parity.pairs import CASES, LLAMA, MAX_POSITIONS, Case, PairDirectories, make_pairs
 from tests.vllm_parity.small_training import Budget, train_target
 from tests.vllm_parity.test_parity import (
     DECISIVE,
@@ -72,9 +74,20 @@ class Made:
 
 @pytest.fixture(name="runs", scope="module")
 def _runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """All pairs, decoded by one process of vLLM's, by name."""
+    """All pairs, by name. While some are trained, a process of vLLM's decodes the others."""
     root: Path = tmp_path_factory.mktemp("made")
-    made = {"trained": train_pair(root / "trained"), "mla": train_mla_pair(root / "mla"), **inflate(root / "inflated")}
+    with ExitStack() as started:
+        inflated = inflate(root / "inflated")
+        asked = [(inflated, started.enter_context(_asked_of_vllm(root / "inflated", inflated)))]
+        trained = {"trained": train_pair(root / "trained"), "mla": train_mla_pair(root / "mla")}
+        asked.append((trained, started.enter_context(_asked_of_vllm(root / "trained", trained))))
+        answered = [(made, answers()) for made, answers in asked]
+    return {name: one.run(answers[name]) for made, answers in answered for name, one in made.items()}
+
+
+@contextmanager
+def _asked_of_vllm(root: Path, made: dict[str, Made]) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Let a process of vLLM's decode pairs; yield what waits for its answers, by name."""
     job = {
         "max_tokens": MAX_TOKENS,
         "max_model_len": MAX_POSITIONS,
@@ -93,10 +106,18 @@ def _runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     (root / "job.json").write_text(json.dumps(job), encoding="utf-8")
     script = Path(__file__).with_name("run_vllm.py")
     command = [str(VLLM_PYTHON), str(script), str(root / "job.json"), str(root / "result.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=540)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads((root / "result.json").read_text(encoding="utf-8"))
-    return {name: one.run(results[name]) for name, one in made.items()}
+    with (root / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def answers() -> dict[str, Any]:
+        assert process.wait(timeout=540) == 0, (root / "vllm.log").read_text()[-6000:]
+        return dict(json.loads((root / "result.json").read_text(encoding="utf-8")))
+
+    try:
+        yield answers
+    finally:
+        process.kill()  # nothing to do for one that has ended
+        process.wait()
 
 
 def sentences(count: int) -> list[str]:
@@ -175,8 +196,7 @@ def train_mla_pair(root: Path) -> Made:
 
 def inflate(root: Path) -> dict[str, Made]:
     """Enlarged pairs, with our answers by the small ones."""
-    workshop = Workshop(root)
-    small = {case.name: workshop.make(case) for case in SMALL}
+    small = make_pairs(SMALL)
     large = {name: PairDirectories(target=root / "large", drafter=root / f"large-{name}") for name in small}
     write_inflated(
         Inflation(

@@ -5,6 +5,7 @@ by `make test-vllm`, which builds the environment that FLEDGE_VLLM_PYTHON points
 """
 
 import json
+import multiprocessing
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target.decoder import TargetModel
-from tests.vllm_parity.pairs import CASES, MAX_POSITIONS, Case, PairDirectories, Workshop, text
+from tests.vllm_parity.pairs import CASES, MAX_POSITIONS, Case, PairDirectories, make_pairs, text
 
 VLLM_PYTHON = os.environ.get("FLEDGE_VLLM_PYTHON")
 DEPTHS = (3, 5)
@@ -74,16 +75,16 @@ class Results:
     """All runs, by case and depth, and the files they came from."""
 
     def __init__(self, root: Path) -> None:
-        workshop = Workshop(root)
-        self.directories = {case.name: workshop.make(case) for case in CASES}
+        self.directories = make_pairs(CASES)
         requests: dict[str, list[Request]] = {}
         ours: dict[str, list[Answer]] = {}
-        for case in CASES:
-            target, drafter = load_pair(self.directories[case.name])
-            for depth in case.depths:
+        pairs = [(case.depths, self.directories[case.name]) for case in CASES]
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            answered = pool.starmap(_answered_at, pairs, chunksize=1)
+        for case, by_depth in zip(CASES, answered, strict=True):
+            for depth, answers in by_depth.items():
                 name = run_name(case, depth)
-                answered = decisive_answers(target, drafter, depth)
-                requests[name], ours[name] = list(answered.keys()), list(answered.values())
+                requests[name], ours[name] = list(answers.keys()), list(answers.values())
         theirs = self._ask_vllm(root, requests)
         self.runs = {
             name: Run(
@@ -224,6 +225,11 @@ def answer(target: TargetModel, drafter: Drafter, depth: int, request: Request) 
         drafted=[r.drafted for r in rounds if r.drafted],
         accepted=[r.accepted for r in rounds if r.drafted],
     )
+
+
+def _answered_at(depths: Sequence[int], directories: PairDirectories) -> dict[int, dict[Request, Answer]]:
+    pair = load_pair(directories)
+    return {depth: decisive_answers(*pair, depth) for depth in depths}
 
 
 def decisive_answers(target: TargetModel, drafter: Drafter, depth: int) -> dict[Request, Answer]:

@@ -105,15 +105,14 @@ def drafts_of(target: TargetModel, drafter: Drafter, prompt: list[int], tree: Tr
         return draft_chain(drafter, cache, settled, 6).tokens.tolist()
 
 
-@pytest.mark.parametrize("tree", [None, TreeShape(width=3, budget=8)], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_same_drafts_and_tokens_in_the_same_rounds(name: str, tree: TreeShape | None) -> None:
+def test_the_same_drafts_and_tokens_in_the_same_rounds(name: str) -> None:
     small = make_target()
     drafter = make_drafter(drafter_configs()[name], small)
     large = inflate_target(small, shape(), torch.float32, CPU)
     large_drafter = inflate_drafter(drafter, small, large, shape=shape())
-    params = SamplingParams(temperature=0.0, max_tokens=20)
-    for seed in range(2):
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    for seed, tree in enumerate((None, TreeShape(width=3, budget=8))):
         prompt = torch.randint(40, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
         assert drafts_of(large, large_drafter, prompt, tree) == drafts_of(small, drafter, prompt, tree)
         ours = generate(small, prompt, params, speculation=Speculation(drafter=drafter, depth=4, tree=tree))

@@ -59,7 +59,7 @@ def rejection_round(state: State, drafter: Tensor, rule=accept_rejection, places
 @pytest.mark.parametrize("params", [PLAIN, SHAPED, GREEDY], ids=["plain", "shaped", "greedy"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_rejection_emits_the_targets_distribution(drafter, params, rule):
-    state = State.start(params, sequences=30_000)
+    state = State.start(params, sequences=300 if params is GREEDY else 30_000)  # greedy ones are all the same
     tally = run(state, lambda s: rejection_round(s, DRAFTERS[drafter], rule))
     assert p_value(state) > SIGNIFICANCE
     if drafter == "sometimes" and not params.is_greedy:

@@ -28,6 +28,7 @@ TARGET = make_target(
     replace(TINY_TARGET, vocab_size=6)
 ).double()  # so small that random drafters are right now and then
 PROMPT, DEPTH = [2, 5, 1], 4
+LAST = 3  # rounds are looked at: rows that went wrong in earlier ones are still in the cache
 # Scores are float32, and the norms inside; a wrong row moves them by 0.1 and more. The rest is float64, because EAGLE-1
 # norms nothing on its way and random weights turn float32's rounding into differences of 0.01 within four steps.
 TOLERANCE = 1e-4
@@ -113,7 +114,7 @@ def drafts_of_a_run(
 def test_argmax_chains(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24)
     run = drafts_of_a_run(monkeypatch, draft_chain, params, Speculation(drafter=drafter, depth=DEPTH))
-    for text, draft in run:
+    for text, draft in run[-LAST:]:
         assert isinstance(draft, DraftChain)
         scratch, path = FromScratch(TARGET, drafter, text), ()
         for _ in range(DEPTH):
@@ -126,7 +127,7 @@ def test_argmax_chains(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_sampled_chains_say_the_distribution_they_came_from(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.6, max_tokens=24)
     speculation = Speculation(drafter=drafter, depth=DEPTH, sample_drafts=True)
-    for text, draft in drafts_of_a_run(monkeypatch, draft_chain, params, speculation):
+    for text, draft in drafts_of_a_run(monkeypatch, draft_chain, params, speculation)[-LAST:]:
         assert isinstance(draft, DraftChain)
         assert draft.probs is not None
         scratch, path = FromScratch(TARGET, drafter, text), tuple(draft.tokens.tolist())
@@ -141,7 +142,7 @@ def test_trees(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = TreeShape(width=3, budget=14)
     params = SamplingParams(temperature=0.0, max_tokens=24)
     run = drafts_of_a_run(monkeypatch, draft_tree, params, Speculation(drafter=drafter, depth=DEPTH, tree=shape))
-    for text, draft in run[-3:]:  # the cache has been through the most
+    for text, draft in run[-LAST:]:
         assert isinstance(draft, DraftTree)
         check_tree(draft)
         assert paths_of(draft) == pytest.approx(FromScratch(TARGET, drafter, text).tree(DEPTH, shape), abs=TOLERANCE)

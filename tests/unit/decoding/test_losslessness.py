@@ -69,7 +69,7 @@ SHAPES = st.one_of(st.none(), TREES)
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
     prompt = tuple(draw(st.lists(TOKENS, min_size=1, max_size=9)))
-    max_tokens = draw(st.integers(1, 24))
+    max_tokens = draw(st.integers(1, 16))
     room = draw(st.one_of(st.none(), st.integers(1, 30)))
     rarely = st.sampled_from  # most requests have no stop ids: they would end before anything happened
     params = SamplingParams(
@@ -113,7 +113,7 @@ def tiny_drafter(name: str, target: str, max_positions: int) -> Drafter:
 
 
 @pytest.mark.parametrize("drafter", drafter_configs())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     target=st.sampled_from(sorted(TARGET_CONFIGS)),
     max_positions=st.sampled_from([48, 17]),
@@ -205,7 +205,6 @@ class Case:
 
 
 CASES = {
-    "plain": Case(params=SamplingParams(), drafter=SOMETIMES),
     "top-p and penalties": Case(
         params=SamplingParams(temperature=0.8, top_p=0.85, repetition_penalty=1.3, presence_penalty=0.4),
         drafter=SOMETIMES,

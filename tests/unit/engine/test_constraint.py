@@ -175,7 +175,7 @@ def test_a_mixed_batch_has_the_tokens_of_plain_masked_loops(kind: str) -> None:
         assert sum(accepted_drafts(request.acceptance) for request in requests if request.constraint is not None) > 3
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3", "reduced-vocabulary"])
+@pytest.mark.parametrize("name", ["eagle1", "reduced-vocabulary"])
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_every_grammar_and_drafter(grammar: str, name: str) -> None:
     asks = [greedy((2, 3, 4, 5)[: 1 + i], 16) for i in range(4)] + [sampled((2, 5), 16, seed=9)]
@@ -206,12 +206,12 @@ def exact(prompt: tuple[int, ...], moves: Moves, length: int, temperature: float
 
 def test_sampled_drafts_are_judged_against_the_masked_distribution() -> None:
     """Chi-square over all answers of three tokens. Drawing a refused draft's correction from p itself fails it."""
-    prompt, length, runs, batch = (2, 3, 4), 3, 1920, 64
+    prompt, length, runs, batch = (2, 3, 4), 3, 1920, 192
     # Most tokens that the drafter likes are refused; what is left is split unevenly.
     moves: Moves = {0: {2: 1, 3: 1, 0: 1}, 1: {5: 2, 0: 2, 4: 2}, 2: {2: 3, 4: 3, 5: 3}, 3: {0: 3, 1: 3, 2: 3}}
     expected = exact(prompt, moves, length, temperature=1.0)
     seen: Counter[tuple[int, ...]] = Counter()
-    engine = make_engine(drafts=drafter(), depth=2, sample_drafts=True, max_num_seqs=batch, num_blocks=1200)
+    engine = make_engine(drafts=drafter(), depth=2, sample_drafts=True, max_num_seqs=batch, num_blocks=2400)
     for first in range(0, runs, batch):
         asks = [sampled(prompt, length, seed=first + i, temperature=1.0) for i in range(batch)]
         requests = submit(engine, asks, [moves] * batch)

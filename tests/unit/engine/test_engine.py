@@ -55,14 +55,15 @@ def check_against_reference(requests: list[Request], asks: list[Ask], speculatio
         assert request.acceptance.tally == tally(rounds)
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "sampled"])
+@pytest.mark.parametrize("kind", ["tree", "sampled"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_has_the_references_tokens_drafts_and_acceptance(name: str, kind: str) -> None:
+    """Where drafts are sampled, those of the greedy requests are the likeliest: chains of both kinds in one batch."""
     tree = TREE if kind == "tree" else None
     engine = make_engine(drafts=drafter(name), tree=tree, sample_drafts=kind == "sampled", max_num_batched_tokens=7)
-    requests = run_checking_drafts(engine, name, MIX)
+    requests = run_checking_drafts(engine, name, MIX[:4])
     speculation = Speculation(drafter=drafter(name), depth=3, tree=tree, sample_drafts=kind == "sampled")
-    check_against_reference(requests, MIX, speculation)
+    check_against_reference(requests, MIX[:4], speculation)
 
 
 def test_the_mix_has_something_to_accept() -> None:
@@ -71,7 +72,7 @@ def test_the_mix_has_something_to_accept() -> None:
     assert sum(count for (_, accepted), count in pooled.items() if accepted >= 2) >= 1
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5, 8])
+@pytest.mark.parametrize("depth", [1, 3, 8])
 def test_depths(depth: int) -> None:
     engine = make_engine(drafts=drafter(), depth=depth)
     requests = run_checking_drafts(engine, NAME, MIX)
@@ -100,15 +101,12 @@ def test_a_batch_of_many_is_as_each_alone() -> None:
     asks = [sampled(TEXT[: 1 + i % 11], 9, seed=i, temperature=0.3 + 0.1 * (i % 7)) for i in range(24)]
     together = make_engine(drafts=drafter(), max_num_seqs=24)
     requests = run_checking_drafts(together, NAME, asks)
-    for i, (ask, request) in enumerate(zip(asks, requests, strict=True)):
-        alone = make_engine(drafts=drafter(), max_num_seqs=1)
-        other = ask.submit(alone, str(i))
-        run(alone)
-        assert (other.output, other.acceptance) == (request.output, request.acceptance)
+    check_against_reference(requests, asks, Speculation(drafter=drafter(), depth=3))
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("shared", range(3, 14))
+@pytest.mark.parametrize(
+    ("shared", "tree"), [*((shared, None) for shared in (3, 4, 5, 7, 8, 9, 12, 13)), (4, TREE), (5, TREE), (9, TREE)]
+)
 def test_a_prefix_hit_does_not_change_acceptance(shared: int, tree: TreeShape | None) -> None:
     """Prompts that part before, at and after the ends of blocks of four."""
     engine = make_engine(drafts=drafter(), tree=tree)
@@ -158,8 +156,7 @@ def test_without_the_token_after_the_block_in_its_key_a_hit_would_spoil_drafts(m
     assert spoilt > 0
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize(("caching", "tree"), [(True, None), (True, TREE), (False, TREE)])
 def test_a_preempted_request_goes_on_as_if_nothing_had_happened(caching: bool, tree: TreeShape | None) -> None:
     asks = [greedy(TEXT[:7], 30), sampled(TEXT[2:10], 28, seed=4), greedy(TEXT[5:8], 30)]
     blocks = 24 if tree else 18
@@ -169,8 +166,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(caching: bool, t
     check_against_reference(requests, asks, Speculation(drafter=drafter(), depth=3, tree=tree))
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("budget", [3, 100])
+@pytest.mark.parametrize(("budget", "tree"), [(3, None), (3, TREE), (100, TREE)])
 def test_after_rounds_without_drafting_drafts_are_as_if_there_had_been_none(
     budget: int, tree: TreeShape | None
 ) -> None:
@@ -211,10 +207,10 @@ def test_sampled_drafts_do_not_change_the_tokens_of_a_request_that_has_none() ->
     assert answers(engine, [quiet, loud])[0] == answer_of(quiet)[0]
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.3}])
-def test_seeded_answers_do_not_depend_on_depth_or_tree(settings: dict[str, float]) -> None:
-    asks = [sampled(TEXT[:4], 16, seed=seed, **settings) for seed in range(4)]
+def test_seeded_answers_do_not_depend_on_depth_or_tree() -> None:
+    wishes: list[dict[str, float]] = [{}, {"top_p": 0.9}, {"repetition_penalty": 1.3}]
+    asks = [sampled(TEXT[:4], 16, seed=seed, **wishes[seed % 3]) for seed in range(6)]
     expected = [answer_of(ask)[0] for ask in asks]
-    assert len({tuple(tokens) for tokens in expected}) == 4
+    assert len({tuple(tokens) for tokens in expected}) == 6
     for depth, tree in ((0, None), (1, None), (6, None), (3, TREE)):
         assert answers(make_engine(drafts=drafter(), depth=depth, tree=tree), asks) == expected

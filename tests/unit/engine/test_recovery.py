@@ -1,5 +1,6 @@
 """Steps that fail: the request at fault ends alone, the drafter can be lost, and everybody else gets their tokens."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -55,12 +56,16 @@ def infinite(states: DraftStates) -> DraftStates:
     return replace(states, head=states.head + torch.inf)
 
 
-@LATE
-@pytest.mark.parametrize("how", [raises, not_a_number, infinite])
-@pytest.mark.parametrize("at_call", [1, 7, 11])
-@pytest.mark.parametrize("settings", [{}, {"tree": TreeShape(width=2, budget=5)}, {"sample_drafts": True}])
+FAILURES = itertools.product(
+    ({}, {"tree": TreeShape(width=2, budget=5)}, {"sample_drafts": True}), (raises, not_a_number, infinite), (1, 7, 11)
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "how", "at_call", "read_late"), [(*one, number % 2 == 1) for number, one in enumerate(FAILURES)]
+)
 def test_a_drafter_that_fails_costs_nobody_a_token(
-    own_drafter: Drafter, read_late: bool, how: Callable[..., Any], at_call: int, settings: dict[str, Any]
+    own_drafter: Drafter, settings: dict[str, Any], how: Callable[..., Any], at_call: int, read_late: bool
 ) -> None:
     asks = ASKS if "sample_drafts" not in settings else [ASKS[0], ASKS[2]]  # rejection draws other tokens
     breaks(own_drafter, at_call, how)
@@ -236,7 +241,7 @@ def test_bad_numerics_end_one_request_and_leave_nothing_behind(
         max_num_seqs=3 if one_pass else 4,  # it comes while others decode
     )
     mixing = mix(engine) if one_pass else None
-    for turn in range(3):
+    for turn in range(2):
         requests = [ask.submit(engine, f"{turn}-{i}") for i, ask in enumerate([*asks, sick])]
         run(engine)
         assert [request.output for request in requests[:3]] == expect(asks)
@@ -244,6 +249,6 @@ def test_bad_numerics_end_one_request_and_leave_nothing_behind(
         assert requests[3].output == []
         assert requests[3].cached_tokens == 0  # its blocks cannot be found
     assert engine.runner.state.target_cache.values[:, 1:].isfinite().all()
-    assert mixing is None or mixing.steps[True] >= 3
-    assert engine.stats().failed == 3
+    assert mixing is None or mixing.steps[True] >= 2
+    assert engine.stats().failed == 2
     assert engine.stats().drafter_failure is None  # it had nothing to go by

@@ -71,9 +71,11 @@ def test_route(experts, chosen, options):
     expert_cases.route(3, experts, chosen, CPU, **options)
 
 
-@dot_dtypes
 @pytest.mark.parametrize("limit", [None, 0.7])
-@pytest.mark.parametrize(("rows", "count", "chosen"), [(3, 8, 2), (9, 20, 2), (41, 3, 1)])
+@pytest.mark.parametrize(
+    ("rows", "count", "chosen", "dtype"),
+    [(3, 8, 2, torch.float32), (3, 8, 2, torch.float16), (9, 20, 2, torch.float32), (41, 3, 1, torch.float16)],
+)
 def test_experts(rows, count, chosen, limit, dtype):
     """By row and by expert, with fewer pairs than experts and with more: several tiles of one, and the shared one's."""
     expert_cases.experts(rows, count, chosen, 72, 40, dtype, CPU, limit, parts=0 if limit else 2)
@@ -81,19 +83,24 @@ def test_experts(rows, count, chosen, limit, dtype):
 
 @dtypes
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "head_dim"), [(1, 4, 4, 16), (18, 6, 2, 24), (17, 5, 1, 16)])
-def test_rope_and_store(tokens, heads, kv_heads, head_dim, norm, dtype):
-    cases.rope_store(tokens, heads, kv_heads, head_dim, dtype, CPU, norm=norm)
+def test_rope_and_store(norm, dtype):
+    """Four heads in a program, some of which are not there, as is a quarter of each half."""
+    cases.rope_store(6, 6, 3, 24, dtype, CPU, norm=norm)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "norm"), [(1, 4, 4, True), (6, 5, 1, False)])
+def test_rope_and_store_of_whole_heads(tokens, heads, kv_heads, norm):
+    cases.rope_store(tokens, heads, kv_heads, 16, torch.float32, CPU, norm=norm)
 
 
 def test_rope_and_store_in_fp8():
     code_cases.rope_store(6, 2, 24, torch.float16, CPU)
 
 
-@pytest.mark.parametrize("launch", [None, MANY_SPLITS], ids=["default", "many splits"])
-def test_attention_to_fp8_keys_and_values(launch):
+def test_attention_to_fp8_keys_and_values():
     codes = {"codes": (0.02, 0.5)}
-    cases.paged_attention([37, 0, 90], 4, 6, 2, 24, torch.float32, CPU, tree="each", launch=launch, **codes)
+    for launch in (None, MANY_SPLITS):
+        cases.paged_attention([37, 0, 90], 4, 6, 2, 24, torch.float32, CPU, tree="each", launch=launch, **codes)
     cases.prefill_attention([(0, 37), (21, 1)], 6, 2, 24, torch.float32, CPU, window=13, **codes)
     cases.paged_attention([37, 0], 3, 6, 1, 288, torch.float16, CPU, latent=True, codes=(0.03, 0.03))
 
@@ -110,19 +117,27 @@ def test_paged_attention(launch, tree, dtype):
     cases.paged_attention([37, 0, 90], 4, 6, 2, 24, dtype, CPU, tree=tree, launch=launch)
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-@pytest.mark.parametrize("queries", [1, 3, 7])
+@pytest.mark.parametrize(("block_size", "queries"), [(16, 7), (32, 1), (64, 3)])
 def test_paged_attention_block_sizes_and_query_counts(block_size, queries):
     cases.paged_attention(
         [70, 5], queries, 8, 2, 16, torch.float32, CPU, block_size=block_size, launch=MANY_SPLITS, max_context=300
     )
 
 
-@pytest.mark.parametrize("tree", [None, "shared", "each"])
-@pytest.mark.parametrize("window", [1, 2, 20, 64])
-@pytest.mark.parametrize("launch", [None, MANY_SPLITS], ids=["default", "many splits"])
-def test_paged_attention_sliding_window(window, tree, launch):
-    cases.paged_attention([75, 3, 0], 5, 4, 2, 16, torch.float32, CPU, window=window, tree=tree, launch=launch)
+@pytest.mark.parametrize(
+    ("launch", "windows", "tree"),
+    [
+        (None, (1, 20), None),
+        (None, (2, 64), "shared"),
+        (MANY_SPLITS, (1, 2, 20, 64), None),
+        (MANY_SPLITS, (1, 20), "shared"),
+        (MANY_SPLITS, (2, 64), "each"),
+    ],
+)
+def test_paged_attention_sliding_window(launch, windows, tree):
+    """With one tree for each, in one piece: the rows that earlier passes stored, below."""
+    for window in windows:
+        cases.paged_attention([75, 3, 0], 5, 4, 2, 16, torch.float32, CPU, window=window, tree=tree, launch=launch)
 
 
 @pytest.mark.parametrize(("window", "tree", "launch"), [(6, "each", None), (40, None, MANY_SPLITS)])
@@ -138,10 +153,10 @@ def test_paged_attention_spreads_a_long_sequence_among_short_ones():
     cases.paged_attention(contexts, 2, 4, 2, 16, torch.float32, CPU, launch=MANY_SPLITS)
 
 
-@pytest.mark.parametrize("launch", [None, MANY_SPLITS])
-def test_paged_attention_with_sinks(launch):
+def test_attention_with_sinks():
     """In one piece, and in several, of which the combination adds it once."""
-    cases.paged_attention([75, 3, -4], 4, 6, 2, 24, torch.float32, CPU, window=30, with_sinks=True, launch=launch)
+    for launch in (None, MANY_SPLITS):
+        cases.paged_attention([75, 3, -4], 4, 6, 2, 24, torch.float32, CPU, window=30, with_sinks=True, launch=launch)
     cases.prefill_attention([(0, 37), (21, 1)], 6, 2, 24, torch.float32, CPU, window=30, with_sinks=True)
 
 
@@ -151,14 +166,16 @@ def test_paged_attention_rows_that_are_not_there():
 
 
 def test_paged_attention_tree_of_64_in_several_row_blocks():
-    cases.paged_attention([20], 64, 2, 1, 16, torch.float32, CPU, tree="each", launch=MANY_SPLITS)
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 20])
-def test_paged_attention_over_rows_that_earlier_passes_stored(window):
-    for tree in ("shared", "each"):
-        cases.paged_attention([75, 3, 0], 5, 4, 2, 16, torch.float32, CPU, window=window, tree=tree, before=9)
+    cases.paged_attention([20], 64, 1, 1, 16, torch.float32, CPU, tree="each", launch=MANY_SPLITS)
     cases.paged_attention([20], 30, 2, 1, 16, torch.float32, CPU, tree="each", before=34, launch=MANY_SPLITS)
+
+
+@pytest.mark.parametrize(
+    ("window", "trees"), [(None, ("shared", "each")), (1, ("each",)), (3, ("each",)), (20, ("each",))]
+)
+def test_paged_attention_over_rows_that_earlier_passes_stored(window, trees):
+    for tree in trees:
+        cases.paged_attention([75, 3, 0], 5, 4, 2, 16, torch.float32, CPU, window=window, tree=tree, before=9)
 
 
 def test_paged_attention_does_not_depend_on_the_bound():

@@ -22,7 +22,6 @@ def test_top_rows(rows: int, vocab: int, count: int, dtype: torch.dtype) -> None
     ("width", "budget", "depth", "vocab"),
     [
         (3, 9, 3, 20),
-        (8, 32, 5, 40),
         (1, 4, 4, 6),
         (4, 63, 6, 3),  # fewer tokens than a level is wide
         (5, 2, 5, 11),  # fewer nodes than levels

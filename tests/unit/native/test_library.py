@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fledge.native import library as module
-from fledge.native.compiler import PREBUILT, compile_library, is_sealed, prebuilt_key
+from fledge.native.compiler import FLAGS, PREBUILT, compile_library, is_sealed, prebuilt_key
 
 pytestmark = pytest.mark.skipif(module.library() is None, reason="no C compiler here")
 library = module.library.__wrapped__  # without its memory
@@ -25,14 +25,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache/native"
 
 
+@pytest.fixture(name="compiler", scope="module")
+def _compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A compiler that is quick: it optimises less, and the products, most of its work, it has compiled already."""
+    directory = tmp_path_factory.mktemp("compiler")
+    source, made = Path(module.__file__).with_name("matmul.c"), directory / "matmul.o"
+    subprocess.run(["cc", *FLAGS, "-march=native", "-O1", "-c", str(source), "-o", str(made)], check=True)
+    take = f'for word; do shift; case "$word" in */matmul.c) word={made};; esac; set -- "$@" "$word"; done'
+    return make_compiler(directory / "quick-cc", f'{take}\nexec cc "$@" -O1')
+
+
 @pytest.fixture(name="made", scope="module")
-def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _made(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with a good library in it."""
     directory = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEDGE_CACHE", str(directory))
         patch.delenv("FLEDGE_NATIVE", raising=False)
-        patch.setattr(module, "compile_library", lambda *given: compile_library(*given, "-O1"))  # a fourth of the time
+        patch.setattr(module, "compile_library", lambda _cc, *given: compile_library(compiler, *given))
         assert library() is not None
     return directory / "native"
 
@@ -149,6 +159,7 @@ def test_a_damaged_one_is_made_anew(cache: Path, compiled: list[Path], damage: s
 
 @pytest.mark.parametrize(("mistake", "symptom"), [("-Dsinf=cosf", "a decoder layer"), ("-Dsqrtf=fabsf", "self-test")])
 def test_a_miscompiled_one_is_refused(
+    compiler: str,
     tmp_path: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -156,7 +167,7 @@ def test_a_miscompiled_one_is_refused(
     mistake: str,
     symptom: str,
 ) -> None:
-    monkeypatch.setenv("CC", make_compiler(tmp_path / "mycc", f'exec cc "$@" -O1 {mistake}'))
+    monkeypatch.setenv("CC", make_compiler(tmp_path / "mycc", f'exec {compiler} "$@" {mistake}'))
     assert library() is None
     assert symptom in only_line(caplog)
     assert not list(cache.iterdir())
@@ -204,13 +215,17 @@ def test_a_cache_that_cannot_be_written(
 
 
 def test_a_library_of_the_wheel_needs_no_compiler(
-    tmp_path: Path, compiled: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiler: str,
+    tmp_path: Path,
+    compiled: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     capability = module.torch.backends.cpu.get_cpu_capability().lower()
     if capability not in PREBUILT or sys.platform != "linux":
         pytest.skip("wheels have none for this processor")
     prebuilt = tmp_path / f"{capability}.so"
-    compile_library("cc", prebuilt, prebuilt_key(), *PREBUILT[capability], "-O1")
+    compile_library(compiler, prebuilt, prebuilt_key(), *PREBUILT[capability])
     monkeypatch.setattr(module, "PREBUILT_DIRECTORY", tmp_path)
     monkeypatch.setenv("PATH", "")
     assert library() is not None

@@ -34,6 +34,7 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Non
     yield switch_off
     monkeypatch.undo()
     library.cache_clear()
+    library()  # from the cache of this machine, not from one of the next test's own, where it would be compiled anew
 
 
 def make_engine(
@@ -73,7 +74,8 @@ def watched(engine: LLMEngine, asks: list[Ask]) -> tuple[list[list[int]], list[l
     return [request.output for request in requests], drafts
 
 
-ASKS = [greedy(prompt, max_tokens=25) for prompt in PROMPTS]
+ASKS = [greedy(prompt, max_tokens=12) for prompt in PROMPTS]
+LONG_ASKS = [greedy(prompt, max_tokens=25) for prompt in PROMPTS]
 
 
 NOT_LOWERED = ("mixtral", "qwen3-moe", "olmo2", "gemma3", "gpt-oss", "glm", "glm4", "glm4-moe", "qwen2-moe")
@@ -91,7 +93,6 @@ def test_every_target_answers_as_by_torch(name: str, without_native: Callable[[]
     by_torch = make_engine(TARGET_CONFIGS[name], drafter)
     assert not isinstance(by_torch.runner.state.target, NativeTarget)
     assert found == watched(by_torch, ASKS)
-    assert found[0] == watched(make_engine(TARGET_CONFIGS[name], None), ASKS)[0], "speculation changes nothing"
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -105,7 +106,7 @@ def test_every_drafter_drafts_as_by_torch(name: str, without_native: Callable[[]
 
 @pytest.mark.parametrize("settings", [{"tree": TREE}, {"sample_drafts": True}, {"max_num_batched_tokens": 10}])
 def test_trees_samples_and_chunks_are_as_by_torch(settings: dict[str, object], without_native: Callable) -> None:
-    asks = [*ASKS[:2], *(sampled(prompt, max_tokens=25, seed=i) for i, prompt in enumerate(PROMPTS[2:]))]
+    asks = [*ASKS[:2], *(sampled(prompt, max_tokens=12, seed=i) for i, prompt in enumerate(PROMPTS[2:]))]
     found = watched(make_engine(TINY_TARGET, DRAFTERS["eagle3.1"], **settings), asks)
     without_native()
     assert found == watched(make_engine(TINY_TARGET, DRAFTERS["eagle3.1"], **settings), asks)
@@ -117,7 +118,7 @@ def test_rounding_never_tells_speculation_from_plain_decoding() -> None:
     Trees do: their nodes are summed in the order in which they lie, not in that of the path.
     """
     torch.manual_seed(0)
-    plain = answers(make_engine(TINY_TARGET, None, even_head=True), ASKS)
+    plain = answers(make_engine(TINY_TARGET, None, even_head=True), LONG_ASKS)
     assert len({token for answer in plain for token in answer}) > 5
     for drafter, settings in (
         (None, {"max_num_batched_tokens": 7}),
@@ -128,5 +129,5 @@ def test_rounding_never_tells_speculation_from_plain_decoding() -> None:
         for together in (True, False):
             torch.manual_seed(0)
             engine = make_engine(TINY_TARGET, drafter and DRAFTERS[drafter], even_head=True, **settings)
-            found = answers(engine, ASKS) if together else [answers(engine, [ask])[0] for ask in ASKS]
+            found = answers(engine, LONG_ASKS) if together else [answers(engine, [ask])[0] for ask in LONG_ASKS]
             assert found == plain, (drafter, settings, together)

@@ -22,6 +22,7 @@ from fledge.server.async_engine import AsyncEngine
 from fledge.server.engine_process import EngineProcess, known_acceptance, packed
 from fledge.server.errors import RequestError
 from fledge.server.structured import read_format
+from tests.forking import fork_engine
 from tests.serving import make_llm, pair_directory
 from tests.unit.server.test_async_engine import Recorder, collect
 
@@ -35,6 +36,12 @@ def start(**changes: Any) -> EngineProcess:
     speculation = {"model": str(root / "drafter"), "num_speculative_tokens": 3, "adaptive": False}
     values = {"model": str(root / "target"), "speculative_config": speculation, "max_num_seqs": 4, **changes}
     return EngineProcess(values, threads=1)
+
+
+@pytest.fixture(name="_forked")
+def _forked_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of this process: for what comes after the start from nothing, which the first test looks at."""
+    monkeypatch.setattr(EngineProcess, "_start", fork_engine)
 
 
 def run(test: Callable[[AsyncEngine, EngineProcess], Awaitable[None]], **options: Any) -> None:
@@ -52,7 +59,11 @@ def run(test: Callable[[AsyncEngine, EngineProcess], Awaitable[None]], **options
     asyncio.run(whole())
 
 
-def test_answers_grammars_stops_and_aborts() -> None:
+def test_answers_grammars_stops_and_aborts_and_nothing_imported_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "safetensors.py").write_text("import os; open('was-run', 'w'); os._exit(7)")
+    monkeypatch.chdir(tmp_path)
     llm = make_llm(speculative=False)
     expected = llm.generate(PROMPTS, GREEDY)
     recorder = Recorder()
@@ -93,12 +104,14 @@ def test_answers_grammars_stops_and_aborts() -> None:
         await collect(engine.generate([PROMPTS[2]], GREEDY, request_id="after"))
 
     run(test, metrics=recorder)
+    assert not (tmp_path / "was-run").exists()
     assert recorder.stats[-1].running == 0
     assert [last.finish_reason for last in recorder.finished].count("abort") >= 3
     lengths = [last.request_id for last in recorder.finished if last.finish_reason == "length"]
     assert sum(not request_id.startswith("long") for request_id in lengths) == 4
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_child_that_stands_still_while_requests_wait_is_noticed_and_so_is_one_that_dies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,18 +148,15 @@ def test_a_child_that_stands_still_while_requests_wait_is_noticed_and_so_is_one_
     run(test)
 
 
-def test_what_cannot_be_loaded_is_said_in_the_engines_words_and_nothing_imported_from_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "safetensors.py").write_text("import os; open('was-run', 'w'); os._exit(7)")
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("_forked")
+def test_what_cannot_be_loaded_is_said_in_the_engines_words() -> None:
     process = start(max_model_len=10**9)
     with pytest.raises(ConfigError, match="max_model_len"):
         process.wait_until_ready()
     assert not process.is_alive
-    assert not (tmp_path / "was-run").exists()
 
 
+@pytest.mark.usefixtures("_forked")
 def test_the_child_ends_with_its_parent() -> None:
     process = start()
     process.wait_until_ready()

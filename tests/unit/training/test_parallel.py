@@ -20,7 +20,7 @@ from fledge.errors import ConfigError
 from fledge.training.parallel import Workers
 from fledge.training.recipe import Recipe
 from fledge.training.trainer import Trainer, TrainingInterrupted
-from tests.fit_cases import final_weights, log_without_times, make_inputs, run_fit
+from tests.fit_cases import copy_undisturbed_run, final_weights, log_without_times, make_inputs, run_fit
 
 
 @pytest.fixture(name="recipe")
@@ -81,10 +81,11 @@ def assert_same_run(recipe: Recipe, first: str, second: str) -> None:
         assert (x["step"], x["tokens"], x["supervised"]) == (y["step"], y["tokens"], y["supervised"])
 
 
-@pytest.mark.parametrize(("kind", "micro_rows"), [("ddp", None), ("ddp", 1), ("fsdp2", 1)])
-def test_two_processes_train_like_one(recipe: Recipe, kind: str, micro_rows: int | None) -> None:
-    run_fit(recipe, "one")
-    together = replace(recipe, fit=replace(recipe.fit, parallel=kind, micro_rows=micro_rows))
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_train_like_one(recipe: Recipe, kind: str) -> None:
+    """In several passes each; in one: tests/e2e/test_train_parallel.py."""
+    copy_undisturbed_run(recipe, "one")
+    together = replace(recipe, fit=replace(recipe.fit, parallel=kind, micro_rows=1))
     assert run_together(together, "two") == [0, 0]
     assert_same_run(recipe, "one", "two")
     files = [Path(recipe.output) / name / "candidates" / "step-000008" / "config.json" for name in ("one", "two")]
@@ -107,7 +108,7 @@ def test_bfloat16_in_two_processes(recipe: Recipe, kind: str, micro_rows: int | 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_both_stop_at_the_same_step_and_go_on(recipe: Recipe, kind: str) -> None:
     """Only one of them gets the signal."""
-    run_fit(recipe, "one")
+    copy_undisturbed_run(recipe, "one")
     recipe = replace(recipe, fit=replace(recipe.fit, parallel=kind))
     codes = run_together(
         recipe, "two", lambda rank, step: os.kill(os.getpid(), signal.SIGTERM) if (rank, step) == (1, 3) else None
@@ -118,7 +119,7 @@ def test_both_stop_at_the_same_step_and_go_on(recipe: Recipe, kind: str) -> None
 
 
 def test_a_run_of_two_goes_on_alone(recipe: Recipe) -> None:
-    run_fit(recipe, "one")
+    copy_undisturbed_run(recipe, "one")
     sharded = replace(recipe, fit=replace(recipe.fit, parallel="fsdp2"))
     run_together(sharded, "two", lambda _rank, step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None)
     run_fit(recipe, "two")

@@ -4,8 +4,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,9 @@ import pytest
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.errors import ConfigError, FledgeError
 from fledge.progress import Progress
-from fledge.training.pipeline import MANIFEST, Manifest, Pipeline, Stage, StageContext, duration
+from fledge.training.pipeline import MANIFEST, Manifest, Pipeline, Stage, StageContext, duration, locked
 from fledge.training.recipe import DataSection, Recipe, TargetSection
+from tests.forking import Forked
 
 QUIET = Progress(quiet=True)
 
@@ -243,22 +243,19 @@ def test_the_run_directory_can_be_moved(workshop: Workshop, tmp_path: Path) -> N
     assert (tmp_path / "moved" / "drafter" / "weights").is_file()
 
 
-HOLD_LOCK = """
-import sys, time
-from pathlib import Path
-from fledge.training.pipeline import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
 def test_two_runs_refuse_each_other_and_a_killed_one_leaves_no_lock(workshop: Workshop) -> None:
-    command = [sys.executable, "-c", HOLD_LOCK, workshop.recipe.output]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    reader, writer = os.pipe()
+
+    def hold() -> None:
+        with locked(Path(workshop.recipe.output)):
+            os.write(writer, b"held")
+            time.sleep(60)
+
+    holder = Forked(hold)
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+        assert os.read(reader, 4) == b"held"
+        os.close(reader)
+        os.close(writer)
         with pytest.raises(FledgeError, match=f"process {holder.pid} on .* is training there") as caught:
             workshop.run()
         assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 import hashlib
 import multiprocessing
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -305,6 +306,21 @@ def _first_prompt(target: Path) -> list[int]:
     return encode_chat(load_tokenizer(target), chat("question 0"))
 
 
+class _Copy(multiprocessing.get_context("fork").Process):
+    """A copy of this process, which has imported everything, with what a new one gets: pickled and read again."""
+
+    def __init__(self, *, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:
+        *values, sender = args
+        target, values = pickle.loads(pickle.dumps((target, values)))
+        super().__init__(target=target, args=(*values, sender), daemon=daemon)
+
+
+@pytest.fixture(name="_copies")
+def _processes_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", _Copy)
+
+
+@pytest.mark.usefixtures("_copies")
 def test_several_processes_give_what_one_gives(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = with_section(make_recipe(target, questions(tmp_path, 6), regenerate=True), chunk=2, temperature=1.0)
     for name, processes in (("one", 1), ("two", 2)):
@@ -313,9 +329,8 @@ def test_several_processes_give_what_one_gives(target: Path, tmp_path: Path, mon
     assert one.digest == two.digest
 
 
+@pytest.mark.usefixtures("_copies")
 def test_a_process_that_fails_says_why(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forked = multiprocessing.get_context("fork")  # which has imported everything; the test above spawns
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _kind: forked)
     recipe = with_section(make_recipe(target, questions(tmp_path, 4), regenerate=True), chunk=2, processes=2)
     broken = replace(recipe, target=replace(recipe.target, dtype="float7"))
     with pytest.raises(FledgeError, match="float7"):

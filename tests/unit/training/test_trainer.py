@@ -23,6 +23,7 @@ from fledge.training.ttt import TttMetrics, TttOutputs
 from tests.fit_cases import (
     FIT,
     TARGET,
+    copy_undisturbed_run,
     final_weights,
     log_without_times,
     make_inputs,
@@ -110,7 +111,7 @@ def test_a_target_of_another_family(recipe: Recipe, tmp_path: Path) -> None:
 
 
 def test_accumulation_and_checkpointing_change_nothing(recipe: Recipe) -> None:
-    run_fit(recipe, "plain")
+    copy_undisturbed_run(recipe, "plain")
     run_fit(with_fit(recipe, micro_rows=1), "micro")
     run_fit(with_fit(recipe, activation_checkpointing=True), "checkpointing")
     assert_equal_runs(recipe, "plain", "micro", exactly=False)
@@ -118,7 +119,7 @@ def test_accumulation_and_checkpointing_change_nothing(recipe: Recipe) -> None:
 
 
 def test_states_from_disk_train_like_states_made_on_the_way(recipe: Recipe) -> None:
-    run_fit(recipe, "online")
+    copy_undisturbed_run(recipe, "online")
     recipe = offline(recipe)
     run_capture(recipe)
     run_fit(recipe, "offline")
@@ -126,7 +127,7 @@ def test_states_from_disk_train_like_states_made_on_the_way(recipe: Recipe) -> N
 
 
 def test_bfloat16_compute_keeps_float32_weights(recipe: Recipe) -> None:
-    run_fit(recipe, "float32")
+    copy_undisturbed_run(recipe, "float32")
     run_fit(with_fit(recipe, compute_dtype="bfloat16"), "bfloat16")
     run_fit(with_fit(recipe, compute_dtype="bfloat16", activation_checkpointing=True), "both")
     assert all(w.dtype == torch.float32 for n, w in weights_of(recipe, "bfloat16").items() if "d2t" not in n)
@@ -178,7 +179,7 @@ def send_at(when: int, number: int) -> Callable[[int], None]:
 @pytest.mark.parametrize("steps", [(1,), (4, 7)])
 def test_kill_9_and_start_again_ends_the_same_bit_for_bit(recipe: Recipe, steps: tuple[int, ...]) -> None:
     """State is saved at steps 3 and 6; kills come before the first save, between saves, and after lines were logged."""
-    run_fit(recipe, "whole")
+    copy_undisturbed_run(recipe, "whole")
     for step in steps:
         assert train_in_another_process(recipe, send_at(step, signal.SIGKILL)) == -signal.SIGKILL
     run_fit(recipe, "fit")
@@ -189,7 +190,7 @@ def test_kill_9_and_start_again_ends_the_same_bit_for_bit(recipe: Recipe, steps:
 
 
 def test_a_kill_while_writing_leaves_nothing_half_done(recipe: Recipe) -> None:
-    run_fit(recipe, "whole")
+    copy_undisturbed_run(recipe, "whole")
     directory = Path(recipe.output) / "fit"
     with pytest.MonkeyPatch.context() as patch:
 
@@ -208,7 +209,7 @@ def test_a_kill_while_writing_leaves_nothing_half_done(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_and_saves(recipe: Recipe, number: int) -> None:
-    run_fit(recipe, "whole")
+    copy_undisturbed_run(recipe, "whole")
     assert train_in_another_process(recipe, send_at(4, number)) == 130
     message = (Path(recipe.output) / "message").read_text()
     assert message == "stopped after step 5 of 8; the same command goes on from there"

@@ -12,6 +12,9 @@ from recipes.demo.execution import all_succeed
 from recipes.demo.samples import code_blocks, parses
 
 ONSET = 4  # repeated sequences in a row before a loop is one: lists and code come back to a phrase without looping
+REACH = (
+    12  # tokens of a loop that are unlearnt: the choice to repeat; the rest only copies, as arithmetic and code must
+)
 MIN_TOKENS = 8  # of an answer that is to teach: one word has nothing to sharpen
 
 _EXAMPLE = re.compile(r"^[ \t]*>>> (.+)\n[ \t]*(?!>>>|\.\.\.)(\S.*)$", re.MULTILINE)
@@ -37,7 +40,7 @@ class Request:
     reference: str | None = None
 
 
-def loop_tokens(ids: Sequence[int], size: int = REPEATED_NGRAM, onset: int = ONSET) -> list[int]:
+def loop_tokens(ids: Sequence[int], size: int = REPEATED_NGRAM, onset: int = ONSET, reach: int = REACH) -> list[int]:
     """Places of tokens to make unlikely: from about where a text begins to repeat a stretch it has written."""
     places: list[int] = []
     start = None
@@ -46,7 +49,8 @@ def loop_tokens(ids: Sequence[int], size: int = REPEATED_NGRAM, onset: int = ONS
             start = place
         elif not inside and start is not None:
             if place - start >= size + onset - 1:
-                places += range(start + size // 2 - 1, place)  # the first few tokens may be a phrase that returns
+                begin = start + size // 2 - 1  # the first few tokens may be a phrase that returns
+                places += range(begin, min(place, begin + reach))
             start = None
     return places
 

@@ -47,7 +47,7 @@ class Shape:
 # Deep and narrow makes speculation pay: decoding is bound by the number of layers, a drafter has one.
 SHAPES = {
     "deep": Shape(hidden=384, layers=16, heads=6, kv_heads=2, head_dim=64, ffn=1024),
-    "tower": Shape(hidden=320, layers=28, heads=6, kv_heads=2, head_dim=64, ffn=704),
+    "tower": Shape(hidden=320, layers=28, heads=8, kv_heads=2, head_dim=64, ffn=704),
     "mid": Shape(hidden=448, layers=12, heads=8, kv_heads=2, head_dim=64, ffn=1088),
     "wide": Shape(hidden=512, layers=10, heads=8, kv_heads=2, head_dim=64, ffn=1152),
     "tiny": Shape(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=64, vocabulary=512, positions=256),

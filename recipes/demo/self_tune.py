@@ -42,9 +42,8 @@ from recipes.demo.training import (
     save_checkpoint,
 )
 
-FULL_PENALTY = (
-    0.05  # of its own tokens in loops; with fewer, the penalty falls in proportion, so that rounds do not swing
-)
+# Of its own tokens that are to be unlearnt; with fewer, the penalty falls in proportion, so that rounds do not swing.
+FULL_PENALTY = 0.02
 QUICK = 48  # prompts of each set that are answered after every round; all of them before the first and after the last
 HELD_OUT_ROWS = 64
 
@@ -193,11 +192,11 @@ def main(
     temperature: float = 0.7,
     max_tokens: int = 320,
     steps: Annotated[int, typer.Option(help="Steps in a round.")] = 40,
-    good_weight: Annotated[float, typer.Option(help="Of its good answers beside the conversations.")] = 0.5,
-    loop_weight: Annotated[float, typer.Option(help="Of what loops.")] = 1.0,
+    good_weight: Annotated[float, typer.Option(help="Of its good answers beside the conversations.")] = 1.0,
+    loop_weight: Annotated[float, typer.Option(help="Of what loops.")] = 0.5,
     length: int = 2048,
     rows: Annotated[int, typer.Option(help="Packed rows of each kind in a step.")] = 16,
-    lr: float = 1e-4,
+    lr: float = 5e-5,
     warm_up: float = 0.03,
     decay: Annotated[float, typer.Option(help="Last part of the run over which the rate falls to 0.")] = 0.34,
     minutes: Annotated[float | None, typer.Option(help="For all of it, measuring included, over all sessions.")] = None,
@@ -267,6 +266,7 @@ def main(
         own = engines.answer([request.ids for request in drawn], warmth, seed=seed + number * answered)
         answering = budget.elapsed - began
         verdicts = judge(drawn, own, workers)
+        judging = budget.elapsed - began - answering
         good, unlikely, looping = lessons(own, verdicts, length, encoder.end)
         penalty = loop_weight * min(1.0, looping / FULL_PENALTY)
         weighted = (("likely", 1.0, likely), ("good", good_weight, good), ("unlikely", penalty, unlikely))
@@ -278,6 +278,7 @@ def main(
             picks += [np.array([draw.randrange(len(part)) for _ in range(rows)]) for _, _, part in parts[1:]]
             sums += tuner.step(parts, picks, rate_factor(budget.progress, warm_up, decay))
             budget.step += 1
+        tuning = budget.elapsed - began - answering - judging
         hand_over()
         save_checkpoint(out / "checkpoint.pt", tuner.model, tuner.optimizers, budget)
         counts = Counter(verdicts)
@@ -286,6 +287,8 @@ def main(
             round=number + 1,
             elapsed=budget.elapsed,
             answering=answering,
+            judging=judging,
+            tuning=tuning,
             rate=rate_factor(budget.progress, warm_up, decay),
             **{name: float(total) / steps for (name, *_), total in zip(parts, sums, strict=True)},
             own_repetition=repeated_share(own[:greedy]),

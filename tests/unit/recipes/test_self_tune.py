@@ -27,7 +27,8 @@ def answer(text: str = "", ids: list[int] | None = None, ended: bool = True) -> 
 def test_loop_tokens_begin_where_the_loop_does_and_spare_a_phrase_that_returns() -> None:
     places = loop_tokens(LOOP)
     assert places[0] == 10  # a few tokens into the first sequence of eight that comes again
-    assert places[-1] == len(LOOP) - 1
+    assert places[-1] == places[0] + 11  # the choice to repeat: what follows only copies
+    assert loop_tokens(LOOP, reach=100)[-1] == len(LOOP) - 1
     phrase = list(range(8))
     assert loop_tokens([*phrase, 50, 51, 52, *phrase, 60, 61]) == []
     assert repeated_share([answer(ids=LOOP), answer(ids=[])]) == pytest.approx(28 / 35)

@@ -14,10 +14,11 @@ from torch import Tensor
 from fledge.engine.adjustments import SIZES
 from fledge.engine.arms import Arm
 from fledge.engine.device_state import DeviceState
-from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
+from fledge.engine.graphs import GraphRunner
 from fledge.engine.logprobs import Asked
 from fledge.engine.mixed_passes import MixedOutcome, run_mixed
 from fledge.engine.passes import ALIGNMENT
+from fledge.engine.programs import PromptProgram, RoundProgram
 from fledge.engine.sampler import SamplingMode
 
 BATCHES = (4, 16, 32, 64, 128, 256)
@@ -37,6 +38,14 @@ class MixedProgram(NamedTuple):
     @property
     def uses_drafter(self) -> bool:
         return self.prompts.uses_drafter
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return *self.round.sizes, *self.prompts.sizes
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self.round.kind, self.prompts.kind
 
     def with_both(self, **settings: Any) -> "MixedProgram":
         """The same with these settings, that rounds and prompts have alike."""

@@ -14,11 +14,12 @@ from torch import Tensor
 from fledge.engine.admission import DraftOutcomes
 from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.device_state import DeviceState
-from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
+from fledge.engine.graphs import GraphRunner
 from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
 from fledge.engine.mixing import MixedProgram, Mixing
 from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.passes import PassOutcome
+from fledge.engine.programs import PromptProgram, RoundProgram
 from fledge.engine.protocol import PhaseSeconds, RoundReport
 from fledge.engine.request import Request, kind_of_round
 from fledge.engine.sampler import SamplingMode
@@ -272,6 +273,13 @@ class Runner:
         return RoundProgram(
             len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting, batch.admit
         )
+
+    def admitting(self, batch: ScheduledBatch, admit: int | None) -> ScheduledBatch:
+        """The batch with a round that verifies so many drafts; or all of them, where only that has been captured."""
+        fewer, graphs = replace(batch, admit=admit), self.graphs
+        if admit is None or graphs is None:
+            return fewer
+        return batch if graphs.will_do(graphs.padded_round(self._round_program(fewer))) is None else fewer
 
     def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
         program, requests = self._round_program(batch), batch.decoding

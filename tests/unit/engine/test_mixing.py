@@ -122,6 +122,9 @@ def test_warm_up_measures_both_and_requests_then_run_through_these_graphs(monkey
     seen: list[tuple[int, int]] = []
     engine.warm_up(lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1]
+    assert engine.runner.mixing.along(3, Arm(3)) is None
+    while engine.work_ahead():
+        pass
     assert engine.runner.mixing.along(3, Arm(3)) == (Arm(3), 63)
     assert engine.runner.graphs is not None
     known = set(engine.runner.graphs.captured)

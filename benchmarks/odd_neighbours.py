@@ -163,9 +163,9 @@ def main() -> None:
             batch.run(kind, concurrency)
             print(f"C={concurrency} {kind}: first turn {time.perf_counter() - begun:.2f} s", flush=True)
         rates: dict[str, list[float]] = {kind: [] for kind in ("plain", *kinds)}
-        for _ in range(args.repeats):
-            for kind, found in rates.items():
-                found.append(batch.run(kind, concurrency))
+        for repeat in range(args.repeats):
+            for kind in rates if repeat % 2 else reversed(rates):
+                rates[kind].append(batch.run(kind, concurrency))
         for kind, found in rates.items():
             value, low, high = ratio(found, rates["plain"])
             rate = f"{statistics.mean(found):8.1f} tokens/s"

@@ -21,7 +21,7 @@ from fledge.engine.device_state import DeviceState
 from fledge.engine.passes import PassOutcome
 from fledge.engine.programs import Program, PromptProgram, RoundProgram
 from fledge.engine.request import Request
-from fledge.engine.sampler import SamplingMode
+from fledge.engine.sampler import SamplingMode, filtering_size
 from fledge.engine.scheduler import Chunk
 
 MAX_GRAPHS = 1024  # a bound on graph memory; what comes after it runs without
@@ -86,6 +86,7 @@ class GraphRunner:
             asked=program.asked.of(batch),
             adjusting=adjusting,
             admit=admit,
+            filtering=filtering_size(program.filtering, batch),
         )
 
     def prefill(self, program: PromptProgram, chunks: Sequence[Chunk]) -> PassOutcome:
@@ -97,14 +98,13 @@ class GraphRunner:
         least = max(program.tokens + 1, PROMPT_CHUNKS.get(count, 0))
         tokens = next((size for size in PROMPT_TOKENS if size >= least), 0)
         draft = self.prompt_arm(program.draft)
-        # A few rows more or less to sample cost nothing, a second set of graphs does.
-        sampling = SamplingMode.SAMPLED if program.sampling is SamplingMode.GREEDY else program.sampling
+        sampling = SamplingMode.SAMPLED  # a few rows more or less cost nothing, a second set of graphs does
         adjusting = next(size for size in SIZES if size >= program.adjusting)
         sample_drafts = self.samples(draft)
         program = program._replace(draft=draft, sampling=sampling, sample_drafts=sample_drafts, adjusting=adjusting)
         if tokens and count:
-            asked = program.asked.of(count)
-            padded = program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked)
+            asked, filtering = program.asked.of(count), filtering_size(program.filtering, count)
+            padded = program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked, filtering=filtering)
             if (ready := self._ready(padded)) is not None:
                 return cast("PassOutcome", self._replay(ready, chunks))
         tokens = -(-(program.tokens + 1) // LONG_TOKENS) * LONG_TOKENS
@@ -135,16 +135,25 @@ class GraphRunner:
         sizes = list(_prompt_sizes(max_tokens, max_batch))
         self._first_prompts = _first_prompts(sizes)
         programs += (self._prompts(*size, arm) for arm in self.prompt_arms for size in sizes)
+        programs += self._filtered([program for program in programs if self.is_first(program)])
         return [program for program in programs if program not in self.captured]
 
     def is_first(self, program: Program) -> bool:
         """Whether an engine is not ready without it: for all of the usual kinds there is one that will do then."""
         if isinstance(program, PromptProgram):
-            return (program.tokens, program.chunks) in self._first_prompts
-        if not isinstance(program, RoundProgram) or program.admit is not None:
+            return (program.tokens, program.chunks) in self._first_prompts and not program.filtering
+        if not isinstance(program, RoundProgram) or program.admit is not None or program.filtering:
             return False
         rungs = self._rungs if program.sampling is SamplingMode.GREEDY else [*self._rungs[::2], self._rungs[-1]]
         return program.batch in rungs
+
+    def _filtered(self, programs: Sequence[Program]) -> Iterator[Program]:
+        """Those of these that sample, where one request or all have top-k, top-p or min-p."""
+        for program in programs:
+            if isinstance(program, RoundProgram) and program.sampling is SamplingMode.SAMPLED:
+                yield from (program._replace(filtering=size) for size in sorted({1, program.batch}))
+            elif isinstance(program, PromptProgram):
+                yield from (program._replace(filtering=size) for size in sorted({1, program.chunks}))
 
     def _prompts(self, tokens: int, chunks: int, arm: Arm) -> PromptProgram:
         has_drafter = self._state.drafter is not None
@@ -232,8 +241,8 @@ class GraphRunner:
                 ((t, c) for t, c in sizes if t >= program.tokens and c >= program.chunks),
                 (program.tokens, program.chunks),
             )
-            asked = program.asked.of(chunks)
-            program = program._replace(tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked)
+            asked, filtering = program.asked.of(chunks), filtering_size(program.filtering, chunks)
+            program = program._replace(tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked, filtering=filtering)
         return program if self.capture(program) else None
 
     def record(self, play: Callable[[], Any]) -> Callable[[], Any]:

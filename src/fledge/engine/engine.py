@@ -125,7 +125,7 @@ class LLMEngine:
     ) -> None:
         self._depth_policy.expect(acceptance or {})
         arms = {*self._depth_policy.arms, *([PLAIN] if plain else ())}
-        self._ahead = warm_up(self.runner, self.config, arms, self._costs, self.admission, self._cost_cache, progress)
+        self._ahead = warm_up(self.runner, self.config, arms, self._costs, self._cost_cache, progress)
 
     def work_ahead(self) -> bool:
         return next(self._ahead, False)

@@ -58,7 +58,7 @@ class GraphRunner:
         self.prompt_arms: Sequence[Arm] = ()  # what is captured of prompts; others are captured when they come
         self.captured: dict[Program, tuple[Tensor, Callable[[], Any]]] = {}  # inputs, and replay, with what `run` gives
         self.wanted: Counter[Program] = Counter()  # how often others ran instead
-        self._instead: dict[Program, Program] = {}  # which ones
+        self._instead: dict[Program, Program | None] = {}  # which ones; None: there is none
         self._rungs = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
         self._first_prompts: Collection[tuple[int, int]] = ()
         self._state = state
@@ -215,17 +215,15 @@ class GraphRunner:
         self.wanted[program] += 1
         if self.wanted[program] >= OFTEN and self.capture(program):
             return program
-        found = self._instead.get(program)
-        if found is None:
+        if program not in self._instead:
             kind, sizes = program.kind, program.sizes
             larger = [
                 one
                 for one in self.captured
                 if one.kind == kind and all(a >= b for a, b in zip(one.sizes, sizes, strict=True))
             ]
-            if larger:
-                found = self._instead[program] = min(larger, key=lambda one: one.sizes)
-        return found
+            self._instead[program] = min(larger, key=lambda one: one.sizes, default=None)
+        return self._instead[program]
 
     def _ready(self, program: Program) -> Program | None:
         """As `will_do`; where there is none, one that will do for smaller ones too is captured. None: no room."""

@@ -144,11 +144,15 @@ class Runner:
         begun, _, done = self._take_time(), play(), self._take_time()
         return _seconds_between(begun, done)
 
+    def is_ready_for(self, batch: int, arm: Arm, kind: RequestKind) -> bool:
+        """Whether such a round has a graph of its own size, or needs none."""
+        graphs = self.graphs
+        return graphs is None or graphs.padded_round(_round_of_nobody(batch, arm, kind)) in graphs.captured
+
     @torch.inference_mode()
-    def time_round(self, batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
+    def time_round(self, batch: int, arm: Arm, kind: RequestKind) -> float:
         """Seconds of a round of nobody's: `batch` times the padding row."""
-        sampling = SamplingMode.GREEDY if kind is RequestKind.GREEDY else SamplingMode.SAMPLED
-        program = RoundProgram(batch, arm, arm, sampling, _draws(kind, arm), admit=admit)
+        program = _round_of_nobody(batch, arm, kind)
         if self.graphs is not None:
             stamps = self.graphs.round(program, []).stamps
         else:
@@ -311,6 +315,11 @@ class Runner:
         outcome = program.run(self.state, program.inputs(self.state, chunks), chunks if needs_host else ())
         self.state.reset_padding()
         return outcome
+
+
+def _round_of_nobody(batch: int, arm: Arm, kind: RequestKind) -> RoundProgram:
+    sampling = SamplingMode.GREEDY if kind is RequestKind.GREEDY else SamplingMode.SAMPLED
+    return RoundProgram(batch, arm, arm, sampling, _draws(kind, arm))
 
 
 def _draws(kind: RequestKind, *arms: Arm) -> bool:

@@ -13,18 +13,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
-from fledge.engine.admission import AdmissionPolicy
 from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import EngineConfig
 from fledge.engine.cost_cache import CostCache
-from fledge.engine.costs import MIN_SAMPLES, RoundCosts
+from fledge.engine.costs import RoundCosts
 from fledge.engine.mixing import FEW, MixedProgram
 from fledge.engine.programs import Program
 from fledge.engine.runner import Runner
 from fledge.engine.sampler import SamplingMode
 from fledge.errors import describe
 
-MEASURING_SECONDS = {"cpu": 3.0, "cuda": 10.0}  # that warming up takes at most to learn what rounds cost
+MEASURING_SECONDS = 3.0  # that warming up takes at most to learn what rounds cost
 MEASURED_ROUNDS = 4  # of each kind, size and arm; the first is left out
 MEASURED_TOGETHER = 3  # of each with prompts
 ENOUGH_SECONDS = 0.05  # for these, if they take longer: one is left then
@@ -40,7 +39,6 @@ def warm_up(
     config: EngineConfig,
     arms: Collection[Arm],
     costs: RoundCosts,
-    admission: AdmissionPolicy | None,
     cache: CostCache | None,
     progress: Progress,
 ) -> Iterator[bool]:
@@ -54,7 +52,11 @@ def warm_up(
         programs = graphs.missing(arms, max_batch=largest, max_tokens=config.max_num_batched_tokens)
     first = [program for program in programs if graphs is not None and graphs.is_first(program)]
     sizes = [2**n for n in range(largest.bit_length()) if 2**n < largest] + [largest]
-    rounds = [(batch, arm) for batch in sizes for arm in sorted(arms)] if len(arms) > 1 else []
+    by_size = [
+        *sizes[::2],
+        *sizes[1::2],
+    ]  # costs between sizes are interpolated: if time runs out, between more of them
+    rounds = [(batch, arm) for batch in by_size for arm in sorted(arms)] if len(arms) > 1 else []
     if rounds and cache is not None:
         cache.recall(costs)
     rounds = [one for one in rounds if costs.latest.age(*one) is None]
@@ -63,8 +65,7 @@ def warm_up(
         progress(done, total)
         assert graphs is not None
         graphs.capture(program)
-    with_fewer = admission if graphs is not None else None
-    measure(runner, costs, rounds, lambda done: progress(len(first) + done, total), with_fewer)
+    measure(runner, costs, rounds, lambda done: progress(len(first) + done, total))
     if rounds and cache is not None:
         cache.keep(costs)
     return later(runner, config, programs)
@@ -130,39 +131,31 @@ def measure_mixed(runner: Runner, programs: Sequence[MixedProgram]) -> Iterator[
 
 
 def measure(
-    runner: Runner,
-    costs: RoundCosts,
-    rounds: Sequence[tuple[int, Arm]],
-    progress: Callable[[int], None],
-    admission: AdmissionPolicy | None = None,
+    runner: Runner, costs: RoundCosts, rounds: Sequence[tuple[int, Arm]], progress: Callable[[int], None]
 ) -> None:
-    """Time rounds of these sizes and arms, small ones first, for as long as `MEASURING_SECONDS`.
+    """Time rounds of these sizes and arms, in this order, for as long as `MEASURING_SECONDS`.
 
-    With `admission`, those that verify fewer drafts too.
+    It is enough to tell the arms apart before any has run: rounds that run correct it. Those that would run in a graph
+    of another size are left out, and rounds of fewer drafts, which are only wanted once it is known how many stand.
     """
     started = time.perf_counter()
 
     @functools.cache
-    def median(batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
-        took = [runner.time_round(batch, arm, kind, admit)]
+    def median(batch: int, arm: Arm, kind: RequestKind) -> float:
+        took = [runner.time_round(batch, arm, kind)]
         while len(took) < MEASURED_ROUNDS and sum(took) < ENOUGH_SECONDS:
-            took.append(runner.time_round(batch, arm, kind, admit))
+            took.append(runner.time_round(batch, arm, kind))
         return statistics.median(took[1:] or took)
 
     for done, (batch, arm) in enumerate(rounds):
         progress(done)
-        if arm == PLAIN and time.perf_counter() - started > MEASURING_SECONDS[runner.state.device.type]:
+        if arm == PLAIN and time.perf_counter() - started > MEASURING_SECONDS:
             break
         for kind, table in costs.tables.items():
             if kind is RequestKind.SAMPLED_DRAFTS and not runner.state.can_sample_drafts:
                 continue
             if kind is RequestKind.SAMPLED and runner.graphs is not None and runner.state.can_sample_drafts:
                 kind = RequestKind.SAMPLED_DRAFTS  # noqa: PLW2901 - the graphs are the same
-            table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind))
-            if admission is None or arm.is_tree:
-                continue
-            for admit in admission.budgets.sizes(batch, arm.depth):
-                seconds = median(batch, arm, kind, admit)
-                for _ in range(MIN_SAMPLES):
-                    admission.observe_cost(batch, arm.depth, admit, seconds, table)
+            if runner.is_ready_for(batch, arm, kind):
+                table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind))
     progress(len(rounds))

@@ -44,6 +44,7 @@ def accept_admitted(
     batch, width = fed.rows.shape
     by_row = sampler.for_rows(sampler.rows[fed.places // width])
     decided = opened.positions.view(batch, width) + 1
+    logits = sampler.adjusted(logits, decided, fed.rows)
     choices, probabilities = by_row.choices(logits, fed.positions[:, None] + 1)[fed.rows], None
     if sample_drafts and not sampler.is_greedy:
         probabilities = sampler.filter_probabilities(by_row.probabilities(logits)[fed.rows], logits, fed.rows)

@@ -70,26 +70,28 @@ class Sampler:
         self._mode = mode
 
     def for_rows(self, rows: Tensor) -> "Sampler":
-        """The same for other rows, of which nobody's logits are adjusted; what is chosen of them is not filtered."""
-        assert self.adjusting is None
+        """The same for other rows, by logits that are adjusted already; what is chosen of them is not filtered."""
         return Sampler(self._state, rows, self._mode)
 
-    def adjusted(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Return the logits that decide: with the rows of `adjusting` adjusted, in float32 then."""
+    def adjusted(self, logits: Tensor, positions: Tensor, at: Tensor | None = None) -> Tensor:
+        """Return the logits that decide: with the rows of `adjusting` adjusted, in float32 then.
+
+        `at` [batch, width]: which row of the logits decides each place, those of an entry in order, then its last again
+        and again; None: all are in order.
+        """
         if self.adjusting is None:
             return logits
         (batch, width), (entries, slots) = positions.shape, self.adjusting
         existing, places = entries.clamp(max=batch - 1), torch.arange(width, device=entries.device)
+        own = existing[:, None] * width + places if at is None else at[existing]
         changed = self._state.adjustments.adjust(
-            logits.view(batch, width, -1)[existing].flatten(0, 1),
-            slots,
-            positions[existing],
-            self._state.drafts[self.rows[existing], : width - 1],
+            logits[own.flatten()], slots, positions[existing], self._state.drafts[self.rows[existing], : width - 1]
         )
-        # What is nobody's goes beyond the end.
+        # What is nobody's, and what no row decides, goes beyond the end.
+        is_own = (entries < batch)[:, None] & (own == own[:, :1] + places)
         room = torch.empty(len(logits) + width, logits.shape[1], dtype=torch.float32, device=logits.device)
         room[: len(logits)] = logits
-        return room.index_copy_(0, (entries[:, None] * width + places).flatten(), changed)[: len(logits)]
+        return room.index_copy_(0, torch.where(is_own, own, len(logits) + places).flatten(), changed)[: len(logits)]
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return the target's own choice, [batch * width], by adjusted logits."""
@@ -178,8 +180,8 @@ class HostSampler(Sampler):
         self._history = _history(requests, state, drafts) if self._sampling.any_penalty else None
         self._forbidden = _forbidden(requests, state, depths, masks_of(requests, drafts))
 
-    def adjusted(self, logits: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002 - the host adjusts as it chooses
-        return logits
+    def adjusted(self, logits: Tensor, positions: Tensor, at: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        return logits  # the host adjusts as it chooses
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         places = positions.flatten()

@@ -108,7 +108,7 @@ class DeviceState:
         )
         self.sampling = replace(nobodys, all_greedy=False, any_min_p=True, any_top_p=True, max_top_k=self.vocab_size)
 
-        self.adjustments = Adjustments(self.vocab_size, self.device)
+        self.adjustments = Adjustments(self.vocab_size, depth, self.device)
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Set up the rows of requests whose prompts are about to be read."""

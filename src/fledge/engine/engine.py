@@ -249,8 +249,8 @@ class LLMEngine:
             assert self.block_manager.used == 0, "an idle engine holds blocks"
 
     def _schedule(self) -> ScheduledBatch:
-        self._involved = tuple(self.scheduler.running)
-        if any(request.needs_host for request in self.scheduler.running):
+        running = self._involved = tuple(self.scheduler.running)
+        if any(one.needs_host for one in running) or 2 * sum(one.drafts is None for one in running) > len(running):
             self._settle()
         while True:
             arm, requests = PLAIN, self.requests.values()

@@ -135,21 +135,23 @@ class GraphRunner:
         sizes = list(_prompt_sizes(max_tokens, max_batch))
         self._first_prompts = _first_prompts(sizes)
         programs += (self._prompts(*size, arm) for arm in self.prompt_arms for size in sizes)
-        programs += self._filtered([program for program in programs if self.is_first(program)])
+        programs += self._unusual([program for program in programs if self.is_first(program)])
         return [program for program in programs if program not in self.captured]
 
     def is_first(self, program: Program) -> bool:
         """Whether an engine is not ready without it: for all of the usual kinds there is one that will do then."""
         if isinstance(program, PromptProgram):
-            return (program.tokens, program.chunks) in self._first_prompts and not program.filtering
-        if not isinstance(program, RoundProgram) or program.admit is not None or program.filtering:
+            return (program.tokens, program.chunks) in self._first_prompts and not _is_unusual(program)
+        if not isinstance(program, RoundProgram) or program.admit is not None or _is_unusual(program):
             return False
         rungs = self._rungs if program.sampling is SamplingMode.GREEDY else [*self._rungs[::2], self._rungs[-1]]
         return program.batch in rungs
 
-    def _filtered(self, programs: Sequence[Program]) -> Iterator[Program]:
-        """Those of these that sample, where one request or all have top-k, top-p or min-p."""
+    def _unusual(self, programs: Sequence[Program]) -> Iterator[Program]:
+        """Those of these where one request's logits are adjusted; if they sample, where one or all have filters."""
         for program in programs:
+            if isinstance(program, RoundProgram | PromptProgram):
+                yield program._replace(adjusting=1)
             if isinstance(program, RoundProgram) and program.sampling is SamplingMode.SAMPLED:
                 yield from (program._replace(filtering=size) for size in sorted({1, program.batch}))
             elif isinstance(program, PromptProgram):
@@ -296,6 +298,10 @@ def make_graphs(state: DeviceState, config: EngineConfig, budgets: Budgets) -> G
         return None
     sizes = config.cudagraph_capture_sizes or batch_sizes(config.max_num_seqs)
     return GraphRunner(state, sorted({*sizes, config.max_num_seqs}), budgets=budgets)
+
+
+def _is_unusual(program: RoundProgram | PromptProgram) -> bool:
+    return bool(program.filtering or program.adjusting)
 
 
 def _prompt_sizes(max_tokens: int, max_chunks: int) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ from fledge.engine.passes import PassOutcome
 from fledge.engine.programs import PromptProgram, RoundProgram
 from fledge.engine.protocol import PhaseSeconds, RoundReport
 from fledge.engine.request import Request, kind_of_round
-from fledge.engine.sampler import SamplingMode
+from fledge.engine.sampler import SamplingMode, masks_after
 from fledge.engine.scheduler import ScheduledBatch
 
 SAMPLED_ROUNDS = 8  # of as many that draft, the drafter's states are looked at in one
@@ -31,12 +31,25 @@ SAMPLED_REQUESTS = 16  # of about so many in it: each takes time
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
 
+class PendingDrafts(NamedTuple):
+    """What a launch drafted for requests with constraints, whose next masks depend on it."""
+
+    requests: Sequence[Request]
+    counts: Tensor  # [requests, 1 + max_depth]: how many, and they
+
+    def read(self) -> None:
+        """Tell the requests, once it is on the host."""
+        for request, (count, *tokens) in zip(self.requests, self.counts.tolist(), strict=True):
+            request.drafts = tokens[:count]
+
+
 class Launch(NamedTuple):
     """One step on the device: what was scheduled, and its results, which are on the host after `wait`."""
 
     batch: ScheduledBatch
     round: PassOutcome | None
     prefill: PassOutcome | None
+    drafts: PendingDrafts | None  # if there are such requests
     times: tuple[Any, Any]  # when prompts began to be read, and when all was done: CUDA events, or on a CPU seconds
 
     def wait(self) -> float:
@@ -62,22 +75,30 @@ def _copied(results: Results) -> Results:
     copies: dict[str, Any] = {}
     for name, value in vars(results).items():
         if isinstance(value, Tensor):
-            host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-            copies[name] = host.copy_(value, non_blocking=True)
+            copies[name] = _on_host(value)
         elif isinstance(value, LogprobsTensors):
             copies[name] = _copied(value)
     return replace(results, **copies)
 
 
+def _on_host(value: Tensor) -> Tensor:
+    """What will be the same on the host, when the device comes to it."""
+    if not value.is_cuda:
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+
+
 def _outcomes(requests: Sequence[Request], outcome: PassOutcome) -> DraftOutcomes | None:
-    """What became of the drafts of a round that is on the host, if they were chains."""
+    """What became of the drafts of a round that is on the host, if they were chains, where no grammar had a say."""
     if outcome.confidence is None or outcome.drafted is None or outcome.accepted is None:
         return None
+    own = [i for i, request in enumerate(requests) if request.constraint is None]
     confidence, drafted, accepted = (
-        column[: len(requests)].numpy() for column in (outcome.confidence, outcome.drafted, outcome.accepted)
+        column[: len(requests)].numpy()[own if len(own) < len(requests) else slice(None)]
+        for column in (outcome.confidence, outcome.drafted, outcome.accepted)
     )
-    is_greedy = np.array([request.kind is RequestKind.GREEDY for request in requests])
-    return DraftOutcomes(confidence, drafted, accepted, is_greedy)
+    is_greedy = np.array([requests[i].kind is RequestKind.GREEDY for i in own])
+    return DraftOutcomes(confidence, drafted, accepted, is_greedy) if own else None
 
 
 class RequestResult(NamedTuple):
@@ -99,7 +120,7 @@ class StepResults:
 
     requests: list[RequestResult] = field(default_factory=list)
     report: RoundReport | None = None  # of its round
-    outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or a grammar had a say
+    outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or the host chose
     prefill_seconds: float | None = None  # of the pass that read prompts, with a round or not; None: none did
     waited: float = 0.0  # seconds that the host had nothing to do but wait for the device
     drafts_finite: bool = True  # what the drafter computed was, where the target's states were
@@ -123,12 +144,35 @@ class Runner:
         if batch.is_mixed:
             assert self.mixing is not None
             begun, work = self._take_time(), (batch.decoding, batch.chunks)
+            self._refuse(batch.decoding, batch.verify.depth)
             both = self.mixing.run(self._mixed_program(batch), work)
-            return Launch(batch, _to_host(both.round), _to_host(both.prompts), (begun, self._take_time()))
+            parts, drafts = (_to_host(both.round), _to_host(both.prompts)), self._pending_drafts(batch)
+            return Launch(batch, *parts, drafts, (begun, self._take_time()))
         decoded = _to_host(self._launch_round(batch)) if batch.decoding else None
         begun = self._take_time()
         prefilled = _to_host(self._launch_prefill(batch)) if batch.chunks else None
-        return Launch(batch, decoded, prefilled, (begun, self._take_time()))
+        drafts = self._pending_drafts(batch)
+        return Launch(batch, decoded, prefilled, drafts, (begun, self._take_time()))
+
+    def _refuse(self, requests: Sequence[Request], depth: int = 0) -> None:
+        """Tell the device what the grammars of requests refuse, next and after each of up to `depth` drafts."""
+        holders = [one for one in requests if one.constraint is not None and one.slot is not None]
+        found = [(one.slot, masks_after(one, (one.drafts or ())[:depth])) for one in holders]
+        masks = [(slot, of_slot) for slot, of_slot in found if slot is not None and of_slot is not None]
+        if masks:
+            self.state.adjustments.refuse(masks)
+
+    def _pending_drafts(self, batch: ScheduledBatch) -> PendingDrafts | None:
+        """Queue a copy of what has been drafted for requests with constraints; they wait for it."""
+        requests = [*batch.decoding, *(chunk.request for chunk in batch.chunks if chunk.completes)]
+        requests = [one for one in requests if one.constraint is not None and one.slot is not None]
+        if not requests:
+            return None
+        rows = self.state.tensor([request.running_row for request in requests])
+        counts = torch.cat([self.state.draft_count[rows, None], self.state.drafts[rows]], dim=1)
+        for request in requests:
+            request.drafts = None
+        return PendingDrafts(requests, _on_host(counts))
 
     def _take_time(self) -> Any:
         """When all that has been launched is done: a CUDA event, or on a CPU the time."""
@@ -181,6 +225,8 @@ class Runner:
         asked = time.perf_counter()
         prefill_seconds = launch.wait()
         results.waited = time.perf_counter() - asked
+        if launch.drafts is not None:
+            launch.drafts.read()
         if launch.round is not None:
             self._rounds_drafted += batch.draft.depth > 0
             turn, rest = divmod(self._rounds_drafted, SAMPLED_ROUNDS)
@@ -259,7 +305,7 @@ class Runner:
         if batch.verify != batch.draft or batch.draft.is_tree:
             return False
         newcomers = [chunk.request for chunk in batch.chunks]
-        if batch.needs_host or any(one.adjusts or one.constraint or one.wants_prompt_logprobs for one in newcomers):
+        if batch.needs_host or any(one.adjusts or one.wants_prompt_logprobs for one in newcomers):
             return False
         return self.mixing.takes(self._mixed_program(batch), than)
 
@@ -288,6 +334,8 @@ class Runner:
 
     def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
         program, requests = self._round_program(batch), batch.decoding
+        if not batch.needs_host:
+            self._refuse(requests, batch.verify.depth)
         if self.graphs is not None and not batch.needs_host:
             return self.graphs.round(program, requests)
         return program.run(self.state, program.inputs(self.state, requests), requests if batch.needs_host else ())
@@ -309,7 +357,9 @@ class Runner:
 
     def _launch_prefill(self, batch: ScheduledBatch) -> PassOutcome:
         program, chunks = self._prompt_program(batch, batch.first_draft), batch.chunks
-        needs_host = any((chunk.chooses and chunk.request.needs_host) or chunk.prompt_rows for chunk in chunks)
+        chosen = [chunk.request for chunk in chunks if chunk.chooses]
+        needs_host = any(one.needs_host for one in chosen) or any(chunk.prompt_rows for chunk in chunks)
+        self._refuse(chosen)
         if self.graphs is not None and not needs_host:
             return self.graphs.prefill(program, chunks)
         outcome = program.run(self.state, program.inputs(self.state, chunks), chunks if needs_host else ())

@@ -1,7 +1,8 @@
 """Which tokens the target chooses in a round.
 
-`Sampler` needs nothing from the host and is what fast rounds use. `HostSampler` adds what only the host knows:
-penalties, biases, stop ids held back, grammars. Both end in `decoding.sampling`, as the reference loop does.
+`Sampler` needs nothing from the host and is what fast rounds use. `HostSampler` sees to what changes logits (penalties,
+biases, stop ids held back, grammars) where the device has no slot for it. Both end in `decoding.sampling`, as the
+reference loop does.
 """
 
 from collections.abc import Sequence
@@ -248,20 +249,23 @@ def masks_of(requests: Sequence[Request], drafts: Tensor | DraftTree | None) -> 
     elif drafts is not None:
         tokens = drafts.tolist()
     for i, request in enumerate(requests):
-        constraint = request.constraint
-        if constraint is None or request.failure is not None:
-            continue
-        try:
-            if parents is None:
-                found[i] = constraint.masks(tokens[i])
-            else:
-                found[i] = _tree_masks(constraint, tokens[i], parents[i])
-        except Exception as error:  # the grammar's parser is not ours; whatever it does, it concerns one request
-            request.fail_constraint(error)
+        found[i] = masks_after(request, tokens[i], None if parents is None else parents[i])
     return found
 
 
-def _tree_masks(constraint: TokenConstraint, tokens: list[int], parents: list[int]) -> Masks:
+def masks_after(request: Request, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Masks | None:
+    """The same for one request, with a chain of drafts, or with a tree."""
+    constraint = request.constraint
+    if constraint is None or request.failure is not None:
+        return None
+    try:
+        return constraint.masks(tokens) if parents is None else _tree_masks(constraint, tokens, parents)
+    except Exception as error:  # the grammar's parser is not ours; whatever it does, it concerns one request
+        request.fail_constraint(error)
+        return None
+
+
+def _tree_masks(constraint: TokenConstraint, tokens: Sequence[int], parents: Sequence[int]) -> Masks:
     """Return the masks of a tree's verify rows: the root, then each node after itself."""
     rows: Masks = [None] * (len(tokens) + 1)
     covered: set[int] = set()

@@ -3,8 +3,9 @@
     python benchmarks/odd_neighbours.py --shape 8b --concurrency 16,4 --out odd-neighbours.json
 
 C plain greedy requests decode with adaptive drafts, and one more beside them: plain too, or with log-probabilities,
-penalties, a grammar and so on. Tokens per second of the C plain ones, over those beside a plain neighbour. All kinds
-take turns, `--repeats` times, with the same prompts; the interval is that of the mean logarithm over repeats (Student).
+penalties, a grammar and so on. Tokens per second of the C plain ones, over those beside a plain neighbour. Kind by kind
+both take turns, `--repeats` times, with the same prompts; the interval is that of the mean logarithm over repeats
+(Student). What a kind needs is captured in a first turn, which is told apart; after `--seconds` no kind begins.
 With `--shape` the bundled pair has the cost of a large one (`fledge bench inflate`) and its own text and acceptance.
 The grammar is a stand-in that allows every other token id: what a parser takes is not measured, what masks take is.
 """
@@ -16,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 
 import torch
@@ -30,12 +31,13 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import Masks, TokenConstraint
 from fledge.engine.engine import LLMEngine
 from fledge.engine.llm import LLM
+from fledge.engine.programs import RoundProgram
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.evaluation.workloads import load_workload
 
 PLAIN = {"temperature": 0.0}
 KINDS: dict[str, dict] = {
-    "plain": PLAIN,
+    "plain": PLAIN,  # against itself: what chance alone makes of it
     "logprobs": PLAIN | {"logprobs": 5},
     "penalties": PLAIN | {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     "logit_bias": PLAIN | {"logit_bias": {7: 5.0, 11: -100.0}},
@@ -101,6 +103,32 @@ class Batch:
         llm.forget([*jobs, neighbour])
         return (done - before) / seconds
 
+    def first_turn(self, kind: str, concurrency: int) -> float:
+        """Seconds of a turn in which kernels may be compiled and graphs captured; then capture what it was without."""
+        begun = time.perf_counter()
+        self.run(kind, concurrency)
+        seconds = time.perf_counter() - begun
+        graphs = self._llm.engine.runner.graphs
+        if graphs is not None:
+            with torch.inference_mode():
+                for program in list(graphs.wanted):
+                    graphs.capture(program)
+        return seconds
+
+
+def warm_up(engine: LLMEngine) -> None:
+    """Capture the rounds of plain requests in all sizes, and time them: an idle engine would capture more."""
+    engine.warm_up()
+    graphs = engine.runner.graphs
+    if graphs is not None:
+        largest, tokens = engine.config.max_num_seqs, engine.config.max_num_batched_tokens
+        missing = graphs.missing(graphs.arms, max_batch=largest, max_tokens=tokens)
+        with torch.inference_mode():
+            for program in missing:
+                if isinstance(program, RoundProgram) and not (program.filtering or program.adjusting):
+                    graphs.capture(program)
+        engine.warm_up()
+
 
 def ratio(rates: Sequence[float], plain: Sequence[float]) -> tuple[float, float, float]:
     """Geometric mean of the paired ratios, and its 95 % interval."""
@@ -121,7 +149,8 @@ def main() -> None:
     parser.add_argument("--concurrency", default="16,4")
     parser.add_argument("--kinds", default=",".join(name.replace(", ", "+") for name in KINDS))
     parser.add_argument("--tokens", type=int, default=64, help="of each plain request, in each turn")
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=75.0, help="that measuring may take")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -144,37 +173,40 @@ def main() -> None:
     prompts = [encode_chat(tokenizer, chat.first_messages) for chat in chats]
     config = EngineConfig(
         speculative_config={"model": args.drafter, "num_speculative_tokens": args.depth},
-        max_num_seqs=2 * max(sizes),
+        max_num_seqs=max(sizes) + 1,
+        cudagraph_capture_sizes=[size + 1 for size in sizes],
         max_model_len=LONG + max(map(len, prompts)),
     )
     engine = LLMEngine(target, drafter, config, eos_ids=target.config.eos_ids)
     loaded = time.perf_counter()
-    engine.warm_up()
-    while engine.work_ahead():
-        pass
+    warm_up(engine)
     gc.collect()
     gc.freeze()  # as the server does
-    print(f"loaded in {loaded - started:.1f} s, warmed up in {time.perf_counter() - loaded:.1f} s", flush=True)
+    begun = time.perf_counter()
+    print(f"loaded in {loaded - started:.1f} s, warmed up in {begun - loaded:.1f} s", flush=True)
     batch = Batch(LLM.from_engine(engine, tokenizer), prompts, args.tokens)
     cells = []
-    for concurrency in sizes:
-        for kind in ("plain", *kinds):  # what is captured or compiled late is not what is measured, and is told apart
-            begun = time.perf_counter()
-            batch.run(kind, concurrency)
-            print(f"C={concurrency} {kind}: first turn {time.perf_counter() - begun:.2f} s", flush=True)
-        rates: dict[str, list[float]] = {kind: [] for kind in ("plain", *kinds)}
-        for repeat in range(args.repeats):
-            for kind in rates if repeat % 2 else reversed(rates):
-                rates[kind].append(batch.run(kind, concurrency))
-        for kind, found in rates.items():
-            value, low, high = ratio(found, rates["plain"])
-            rate = f"{statistics.mean(found):8.1f} tokens/s"
-            cells.append({"concurrency": concurrency, "kind": kind, "rates": found, "ratio": [value, low, high]})
-            print(f"C={concurrency:<3} {kind:18} {rate}  {value:.3f} ({low:.3f} to {high:.3f})", flush=True)
+    for concurrency, kind in product(sizes, kinds):
+        if time.perf_counter() - begun > args.seconds:
+            print(f"C={concurrency:<3} {kind:18} left out: time is up", flush=True)
+            continue
+        first = [batch.first_turn(one, concurrency) for one in ("plain", kind)]
+        turns = [("plain", kind), (kind, "plain")] * args.repeats
+        rates = [[batch.run(one, concurrency) for one in turn] for turn in turns[: args.repeats]]
+        plain, odd = zip(*(turn[:: 1 if i % 2 == 0 else -1] for i, turn in enumerate(rates)), strict=True)
+        value, low, high = ratio(odd, plain)
+        cells.append(
+            {"concurrency": concurrency, "kind": kind, "plain": plain, "odd": odd, "ratio": [value, low, high]}
+        )
+        means = f"{statistics.mean(plain):8.1f} {statistics.mean(odd):8.1f} tokens/s"
+        cold = " and ".join(f"{seconds:.2f}" for seconds in first)
+        print(
+            f"C={concurrency:<3} {kind:18} {means}  {value:.3f} ({low:.3f} to {high:.3f}), first {cold} s", flush=True
+        )
+        if args.out:
+            args.out.write_text(json.dumps({"arguments": vars(args), "cells": cells}, default=str, indent=1) + "\n")
     worst = min(cells, key=lambda cell: cell["ratio"][0])
     print(f"worst: C={worst['concurrency']}, {worst['kind']}, {worst['ratio'][0]:.3f}")
-    if args.out:
-        args.out.write_text(json.dumps({"arguments": vars(args), "cells": cells}, default=str, indent=1) + "\n")
 
 
 if __name__ == "__main__":

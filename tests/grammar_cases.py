@@ -23,8 +23,8 @@ GRAMMARS = {"pairs": PAIRS, "narrow": NARROW, "forced": FORCED, "loose": LOOSE}
 class Automaton:
     """The simplest honest constraint: a finite automaton over token ids."""
 
-    def __init__(self, moves: Moves) -> None:
-        self.moves, self.state = moves, 0
+    def __init__(self, moves: Moves, vocab_size: int = VOCAB) -> None:
+        self.moves, self.state, self._vocab_size = moves, 0, vocab_size
         self.refused_drafts = self.taken_drafts = 0
 
     def allowed(self) -> Tensor | None:
@@ -58,9 +58,9 @@ class Automaton:
 
     def _mask(self, state: int) -> Tensor | None:
         after = self.moves.get(state, {})
-        if len(after) == VOCAB:
+        if len(after) == self._vocab_size:
             return None
-        mask = torch.zeros(VOCAB, dtype=torch.bool)
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
         mask[list(after) or [EOS]] = True
         return mask
 

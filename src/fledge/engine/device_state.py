@@ -102,7 +102,7 @@ class DeviceState:
         self.read_depths = read_depths.expand(rows, -1)  # of what the drafter reads as a tree grows; never written
         self.sample_drafts = column(torch.bool)  # draft chains at random, accept by rejection
         self.block_tables = column(torch.int32, -(-self.max_length // self.block_size))
-        # Penalties and biases are the host's business: see `HostSampler`.
+        # Penalties and biases are in `adjustments`.
         nobodys = SamplingRows.from_params(
             [SamplingParams(temperature=0.0)] * rows, [0] * rows, vocab_size=self.vocab_size, device=self.device
         )

@@ -88,17 +88,21 @@ def _on_host(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
-def _outcomes(requests: Sequence[Request], outcome: PassOutcome) -> DraftOutcomes | None:
+def _outcomes(batch: ScheduledBatch, outcome: PassOutcome) -> DraftOutcomes | None:
     """What became of the drafts of a round that is on the host, if they were chains, where no grammar had a say."""
     if outcome.confidence is None or outcome.drafted is None or outcome.accepted is None:
         return None
-    own = [i for i, request in enumerate(requests) if request.constraint is None]
+    requests = batch.decoding
     confidence, drafted, accepted = (
-        column[: len(requests)].numpy()[own if len(own) < len(requests) else slice(None)]
-        for column in (outcome.confidence, outcome.drafted, outcome.accepted)
+        column[: len(requests)].numpy() for column in (outcome.confidence, outcome.drafted, outcome.accepted)
     )
-    is_greedy = np.array([requests[i].kind is RequestKind.GREEDY for i in own])
-    return DraftOutcomes(confidence, drafted, accepted, is_greedy) if own else None
+    found = DraftOutcomes(
+        confidence, drafted, accepted, np.array([request.kind is RequestKind.GREEDY for request in requests])
+    )
+    if not batch.constrained:
+        return found
+    free = np.array([request.constraint is None for request in requests])
+    return DraftOutcomes(*(column[free] for column in found)) if free.any() else None
 
 
 class RequestResult(NamedTuple):
@@ -144,7 +148,7 @@ class Runner:
         if batch.is_mixed:
             assert self.mixing is not None
             begun, work = self._take_time(), (batch.decoding, batch.chunks)
-            self._refuse(batch.decoding, batch.verify.depth)
+            self._refuse(batch.constrained, batch.verify.depth)
             both = self.mixing.run(self._mixed_program(batch), work)
             parts, drafts = (_to_host(both.round), _to_host(both.prompts)), self._pending_drafts(batch)
             return Launch(batch, *parts, drafts, (begun, self._take_time()))
@@ -164,7 +168,7 @@ class Runner:
 
     def _pending_drafts(self, batch: ScheduledBatch) -> PendingDrafts | None:
         """Queue a copy of what has been drafted for requests with constraints; they wait for it."""
-        requests = [*batch.decoding, *(chunk.request for chunk in batch.chunks if chunk.completes)]
+        requests = [*batch.constrained, *(chunk.request for chunk in batch.chunks if chunk.completes)]
         requests = [one for one in requests if one.constraint is not None and one.slot is not None]
         if not requests:
             return None
@@ -240,7 +244,7 @@ class Runner:
             seconds = PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
             chosen = sum(len(result.tokens) for result in results.requests)
             if batch.verify.depth and not batch.needs_host:
-                results.outcomes = _outcomes(batch.decoding, launch.round)
+                results.outcomes = _outcomes(batch, launch.round)
             along = batch.num_prompt_tokens if batch.is_mixed else 0
             results.report = RoundReport(
                 len(batch.decoding), batch.verify, batch.draft, chosen, seconds, batch.admit, along
@@ -335,7 +339,7 @@ class Runner:
     def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
         program, requests = self._round_program(batch), batch.decoding
         if not batch.needs_host:
-            self._refuse(requests, batch.verify.depth)
+            self._refuse(batch.constrained, batch.verify.depth)
         if self.graphs is not None and not batch.needs_host:
             return self.graphs.round(program, requests)
         return program.run(self.state, program.inputs(self.state, requests), requests if batch.needs_host else ())

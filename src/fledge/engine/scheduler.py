@@ -72,6 +72,11 @@ class ScheduledBatch:
         return kind_of_round(self.decoding)
 
     @cached_property
+    def constrained(self) -> list[Request]:
+        """Those of its round with a constraint."""
+        return [request for request in self.decoding if request.constraint is not None]
+
+    @cached_property
     def needs_host(self) -> bool:
         """Whether its round does, for one of its requests."""
         return any(request.needs_host for request in self.decoding)

@@ -1,5 +1,6 @@
 """Grammars as finite automata over token ids, and what masked decoding answers under them: for tests of the engine."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -65,6 +66,9 @@ class Automaton:
         return mask
 
 
+_logits = functools.cache(next_logits)  # many texts begin alike
+
+
 def plain(ask: Ask, moves: Moves, max_length: int = MAX_LENGTH, kv_cache_dtype: str = "auto") -> tuple[list[int], str]:
     """Masked decoding, one token at a time, and nothing else."""
     constraint, tokens, params = Automaton(moves), list(ask.prompt), ask.params
@@ -77,7 +81,7 @@ def plain(ask: Ask, moves: Moves, max_length: int = MAX_LENGTH, kv_cache_dtype: 
         held = torch.tensor([[len(output) < params.min_tokens and token in stops for token in range(VOCAB)]])
         forbidden = refused if (refused | held).all() else refused | held
         history = TokenHistory.from_tokens([ask.prompt], [output], vocab_size=VOCAB)
-        probs = distribution(next_logits(tokens, kv_cache_dtype), rows, history=history, forbidden=forbidden)
+        probs = distribution(_logits(tuple(tokens), kv_cache_dtype), rows, history=history, forbidden=forbidden)
         tokens.append(int(choose(probs, uniform(rows.seed, torch.tensor([len(tokens)]), Stream.CHOICE))))
         constraint.accept(tokens[-1:])
         output = tokens[len(ask.prompt) :]

@@ -52,11 +52,9 @@ def warm_up(
         programs = graphs.missing(arms, max_batch=largest, max_tokens=config.max_num_batched_tokens)
     first = [program for program in programs if graphs is not None and graphs.is_first(program)]
     sizes = [2**n for n in range(largest.bit_length()) if 2**n < largest] + [largest]
-    by_size = [
-        *sizes[::2],
-        *sizes[1::2],
-    ]  # costs between sizes are interpolated: if time runs out, between more of them
-    rounds = [(batch, arm) for batch in by_size for arm in sorted(arms)] if len(arms) > 1 else []
+    if graphs is not None:  # the largest is no matter of seconds there, and costs between two sizes are interpolated
+        sizes = [*sizes[::2], *sizes[1::2]]
+    rounds = [(batch, arm) for batch in sizes for arm in sorted(arms)] if len(arms) > 1 else []
     if rounds and cache is not None:
         cache.recall(costs)
     rounds = [one for one in rounds if costs.latest.age(*one) is None]

@@ -158,7 +158,7 @@ def exact(prompt: tuple[int, ...], moves: Moves, length: int, temperature: float
 def test_sampled_drafts_are_judged_against_the_masked_distribution(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square over all answers of three tokens. Drawing a refused draft's correction from p itself fails it."""
     monkeypatch.setattr(adjustments, "SLOTS", slots)
-    prompt, length, runs, batch = (2, 3, 4), 3, 1920, 192
+    prompt, length, runs, batch = (2, 3, 4), 3, 1152, 192
     # Most tokens that the drafter likes are refused; what is left is split unevenly.
     moves: Moves = {0: {2: 1, 3: 1, 0: 1}, 1: {5: 2, 0: 2, 4: 2}, 2: {2: 3, 4: 3, 5: 3}, 3: {0: 3, 1: 3, 2: 3}}
     expected = exact(prompt, moves, length, temperature=1.0)

@@ -163,6 +163,8 @@ def main() -> None:
     engine = LLMEngine(target, drafter, config, adaptive, eos_ids=target.config.eos_ids)
     started = time.perf_counter()
     engine.warm_up()
+    while engine.work_ahead():
+        pass
     gc.collect()
     gc.freeze()  # as the server does: looking through what stays holds everybody up for 0.2 s now and then
     print(f"warmed up in {time.perf_counter() - started:.1f} s", flush=True)

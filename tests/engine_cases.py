@@ -21,6 +21,7 @@ from fledge.decoding.reference import Round, Speculation
 from fledge.engine.admission import AdmissionPolicy, Budgets, may_admit
 from fledge.engine.arms import PLAIN, Acceptance, Arm
 from fledge.engine.config import EngineConfig, SpeculativeConfig
+from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
 from fledge.engine.costs import MIN_SAMPLES, CostTable, RoundCosts
 from fledge.engine.engine import LLMEngine
@@ -68,10 +69,10 @@ def drafter(name: str = "eagle3.1", max_positions: int = MAX_LENGTH) -> Drafter:
     return made
 
 
-def next_logits(tokens: Sequence[int]) -> Tensor:
+def next_logits(tokens: Sequence[int], kv_cache_dtype: str = "auto") -> Tensor:
     """The target's logits after a text, read from the start."""
-    positions = torch.arange(len(tokens))
-    storage = DenseCache(target().config.num_layers, torch.device("cpu")).extend(positions)
+    positions, dtype = torch.arange(len(tokens)), FP8 if kv_cache_dtype == "fp8" else None
+    storage = DenseCache(target().config.num_layers, torch.device("cpu"), dtype=dtype).extend(positions)
     with torch.no_grad():
         return target().logits(target()(torch.tensor(tokens), positions, storage, ()).final[-1:])
 
@@ -86,7 +87,9 @@ class Ask:
     speculate: bool = True
     eos_ids: tuple[int, ...] = (EOS,)
 
-    def submit(self, engine: LLMEngine, request_id: str, parent: str = "") -> Request:
+    def submit(
+        self, engine: LLMEngine, request_id: str, parent: str = "", constraint: TokenConstraint | None = None
+    ) -> Request:
         return add_request(
             engine,
             request_id,
@@ -96,6 +99,7 @@ class Ask:
             eos_ids=self.eos_ids,
             draft_limit=None if self.speculate else 0,
             parent=parent,
+            constraint=constraint,
         )
 
 

@@ -137,7 +137,7 @@ def part(one: list[int], other: list[int]) -> int | None:
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
-def random_params(chance: random.Random, *, adjusted: bool = True) -> SamplingParams:
+def random_params(chance: random.Random) -> SamplingParams:
     values: dict[str, object] = {
         "temperature": chance.choice([0.0, 0.0, 0.7, 1.2]),
         "max_tokens": chance.randint(1, 40),
@@ -154,7 +154,7 @@ def random_params(chance: random.Random, *, adjusted: bool = True) -> SamplingPa
         {"min_tokens": 1},
     ]
     if chance.random() < 0.4:
-        values |= chance.choice(extras if adjusted else extras[:3])
+        values |= chance.choice(extras)
     return SamplingParams.from_dict(values)
 
 
@@ -185,8 +185,7 @@ def random_mix(
         if len(asked) < count and chance.random() < 0.6:
             prompt = stem[: chance.randint(0, 70)] + [chance.randrange(vocab) for _ in range(chance.randint(1, 5))]
             speculate = chance.random() < 0.85
-            params = random_params(chance, adjusted=not budgets)  # with them all drafts are verified
-            limit = None if speculate else 0
+            params, limit = random_params(chance), None if speculate else 0
             asked.append(add_request(engine, str(len(asked)), prompt, params, seed=len(asked), draft_limit=limit))
         if asked and chance.random() < 0.04:
             engine.abort(chance.choice(asked).id)

@@ -120,6 +120,8 @@ def make_engine(models: Models, contender: Contender, base: EngineConfig, batch_
         config = replace(config, speculative_config=SpeculativeConfig.from_dict({"adaptive": False, **way}))
     engine = LLMEngine(models.target, models.drafters.get(contender.drafter or ""), config)
     engine.warm_up()
+    while engine.work_ahead():
+        pass
     return engine
 
 

@@ -28,6 +28,7 @@ from fledge.checkpoints.formats.dense import (
 )
 from fledge.checkpoints.formats.quantized import UNREAD, Quantized, WeightSummary
 from fledge.checkpoints.kv_scales import load_kv_scales
+from fledge.checkpoints.staging import in_threads
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.errors import CheckpointError, ConfigError
 from fledge.layers.attention import Attention
@@ -214,13 +215,16 @@ def load_weights(
         if name not in parts
     }
     model.load_state_dict(others, strict=False, assign=True)
-    for name, empty in linears.items():
-        tensors = []
+
+    def fill(name: str) -> nn.Module:
+        empty, tensors = linears[name], []
         for part, rows in parts[f"{name}.weight"].items():
             linear = _stored_linear(part, rows, empty.in_features, names, held)
             kinds = [*form.stored_shapes(linear), *(["bias"] if empty.bias is not None else [])]
             tensors.append((linear, {kind: files.read(names[f"{part}.{kind}"]) for kind in kinds}))
-        filled = form.linear(empty, tensors, placement)
+        return form.linear(empty, tensors, placement)
+
+    for (name, empty), filled in zip(linears.items(), in_threads(fill, linears, placement.device), strict=True):
         if filled is not empty:
             model.set_submodule(name, filled)
 

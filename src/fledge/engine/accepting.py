@@ -43,14 +43,19 @@ def accept_admitted(
     """`accept_chains` where logits are those of the rows that were fed. Nobody looks behind the admitted drafts."""
     batch, width = fed.rows.shape
     by_row = sampler.for_rows(sampler.rows[fed.places // width])
+    decided = opened.positions.view(batch, width) + 1
+    logits = sampler.adjusted(logits, decided, fed.rows)
+    choices, probabilities = by_row.choices(logits, fed.positions[:, None] + 1)[fed.rows], None
+    if sample_drafts and not sampler.is_greedy:
+        probabilities = sampler.filter_probabilities(by_row.probabilities(logits)[fed.rows], logits, fed.rows)
     return _accept_sampled(
         state,
         sampler,
         opened.tokens.view(batch, width)[:, 1:],
-        opened.positions.view(batch, width) + 1,
+        decided,
         fed.drafted,
-        choices=by_row.choices(logits, fed.positions[:, None] + 1)[fed.rows],
-        probabilities=by_row.probabilities(logits)[fed.rows] if sample_drafts and not sampler.is_greedy else None,
+        choices=sampler.filter_choices(choices, logits, decided, fed.rows),
+        probabilities=probabilities,
     )
 
 

@@ -1,7 +1,8 @@
-"""What changes a request's logits before anything is chosen (bias, `min_tokens`, penalties), kept on the device.
+"""What changes a request's logits before anything is chosen (bias, `min_tokens`, penalties, grammars), on the device.
 
 Few requests ask for it, and what it takes is as long as the vocabulary: there are `SLOTS` places, each with settings
-and with what the request has seen so far. Rounds keep that up to date, so that the host need not come in between.
+and with what the request has seen so far. Rounds keep that up to date, so that the host need not come in between. What
+a grammar refuses, now and after each draft, the host writes there before each round.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits
+from fledge.engine.constraint import Masks
 from fledge.engine.request import Request
 
 SLOTS = 8
@@ -28,7 +30,7 @@ def entries_adjusting(requests: Sequence[Request], size: int, batch: int) -> lis
 class Adjustments:
     """The slots, and a last one that is nobody's and changes nothing."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, max_depth: int, device: torch.device) -> None:
         settings = SamplingRows.from_params(
             [SamplingParams()] * (SLOTS + 1), [0] * (SLOTS + 1), vocab_size=vocab_size, device=device
         )
@@ -40,6 +42,8 @@ class Adjustments:
         )
         self.stops = torch.zeros(shape, dtype=torch.bool, device=device)
         self.stops_from = torch.zeros(SLOTS + 1, dtype=torch.int64, device=device)  # the first position they may be at
+        # By a grammar, after so many drafts: of what the last masks were for. Beyond these nobody looks.
+        self.refused = torch.zeros(SLOTS + 1, max_depth + 1, vocab_size, dtype=torch.bool, device=device)
         self._holders: list[Request | None] = [None] * SLOTS
 
     def hold(self, request: Request) -> None:
@@ -59,17 +63,35 @@ class Adjustments:
         stops[[token for token in request.stop_ids if token < vocab_size]] = True
         self.stops[slot] = stops.to(device)
         self.stops_from[slot] = len(request.prompt) + params.min_tokens
+        self.refused[slot].zero_()
         seen = TokenHistory.from_tokens([request.prompt], [request.output], vocab_size=vocab_size, device=device)
         self.seen.prompt_mask[slot], self.seen.output_counts[slot] = seen.prompt_mask[0], seen.output_counts[0]
+
+    def refuse(self, masks: Sequence[tuple[int, Masks]]) -> None:
+        """Let the next choices of holders be among what their masks leave: (slot, masks after 0, 1, ... drafts)."""
+        depths, vocab_size = self.refused.shape[1:]
+        places = [slot * depths + depth for slot, of_slot in masks for depth in range(len(of_slot))]
+        if not places:
+            return
+        everything = torch.ones(vocab_size, dtype=torch.bool)
+        refused = ~torch.stack([everything if mask is None else mask for _, of_slot in masks for mask in of_slot])
+        index = torch.tensor(places)
+        if self.refused.is_cuda:  # without waiting for it
+            index, refused = (one.pin_memory().to(self.refused.device, non_blocking=True) for one in (index, refused))
+        self.refused.view(-1, vocab_size).index_copy_(0, index, refused)
 
     def adjust(self, logits: Tensor, slots: Tensor, positions: Tensor, drafts: Tensor) -> Tensor:
         """Adjust logits [n * width, vocab] of holders of `slots` [n], which decide `positions` [n, width].
 
-        `drafts` [n, width - 1] lie on the way. Nothing here reads a tensor.
+        `drafts` [n, width - 1] lie on the way. Where a grammar leaves nothing but an end that `min_tokens` holds back,
+        the grammar is right. Nothing here reads a tensor.
         """
         seen = TokenHistory(prompt_mask=self.seen.prompt_mask[slots], output_counts=self.seen.output_counts[slots])
         repeated, places = slots.repeat_interleave(positions.shape[1]), positions.flatten()
         forbidden = self.stops[repeated] & (places < self.stops_from[repeated])[:, None]
+        refused = self.refused[slots, : positions.shape[1]].flatten(0, 1)
+        both = forbidden | refused
+        forbidden = torch.where(both.all(-1, keepdim=True), refused, both)
         rows = self.settings.select(repeated)
         return adjust_logits(logits, rows, history=seen.after_chain(drafts), forbidden=forbidden)
 

@@ -203,8 +203,8 @@ class _Fit:
 
 
 def may_admit(requests: Sequence[Request]) -> bool:
-    """Whether rounds of these may verify some drafts only: nobody's logits are changed before they decide."""
-    return not any(request.needs_host or request.slot is not None for request in requests)
+    """Whether rounds of these may verify some drafts only: what is chosen is not the host's business."""
+    return not any(request.needs_host for request in requests)
 
 
 class AdmissionPolicy:

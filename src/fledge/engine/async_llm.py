@@ -94,6 +94,8 @@ class AsyncLLM:
     def _run(self) -> None:
         """The thread: obey, step, tell, until told to stop."""
         while True:
+            while not self._streams and self._commands.empty() and self._llm.engine.work_ahead():
+                pass
             while not self._streams or not self._commands.empty():
                 command = self._commands.get()
                 if command is None:

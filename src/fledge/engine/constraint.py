@@ -1,7 +1,7 @@
 """What an answer may look like, token by token: the seam between the engine and whoever knows grammars.
 
-A request with a constraint needs the host: it sees each round before the next and masks every position that is
-verified with what the grammar allows there, given the drafts before it. That cuts a chain at the first draft that the
+The host sees each round of a request with a constraint before its next, and masks every position that is verified with
+what the grammar allows there, given the drafts before it. That cuts a chain at the first draft that the
 grammar refuses: it has no probability under its mask and falls like any other wrong draft. So what is lossless stays
 lossless (the tokens are those of masked decoding without speculation), and acceptance is counted as ever. Taking the
 refused draft out before the round would not do: where drafts are drawn at random, its correction must come from what

@@ -102,13 +102,13 @@ class DeviceState:
         self.read_depths = read_depths.expand(rows, -1)  # of what the drafter reads as a tree grows; never written
         self.sample_drafts = column(torch.bool)  # draft chains at random, accept by rejection
         self.block_tables = column(torch.int32, -(-self.max_length // self.block_size))
-        # Penalties and biases are the host's business: see `HostSampler`.
+        # Penalties and biases are in `adjustments`.
         nobodys = SamplingRows.from_params(
             [SamplingParams(temperature=0.0)] * rows, [0] * rows, vocab_size=self.vocab_size, device=self.device
         )
         self.sampling = replace(nobodys, all_greedy=False, any_min_p=True, any_top_p=True, max_top_k=self.vocab_size)
 
-        self.adjustments = Adjustments(self.vocab_size, self.device)
+        self.adjustments = Adjustments(self.vocab_size, depth, self.device)
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Set up the rows of requests whose prompts are about to be read."""

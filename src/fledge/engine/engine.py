@@ -13,7 +13,7 @@ into question all of them become suspects, and are admitted one by one until eac
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -76,6 +76,7 @@ class LLMEngine:
         self._updates: list[RequestUpdate] = []
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._death: DeadEngineError | None = None
+        self._ahead: Iterator[bool] = iter(())  # what warming up has left for when there is time
         self._seed = 0
         state = DeviceState(config, target, drafter)
         self.device = state.device
@@ -115,7 +116,6 @@ class LLMEngine:
     def has_unfinished(self) -> bool:
         return bool(self.requests or self._updates)
 
-    @torch.inference_mode()
     def warm_up(
         self,
         progress: Callable[[int, int], None] = lambda _done, _all: None,
@@ -124,9 +124,11 @@ class LLMEngine:
         acceptance: Acceptance | None = None,
     ) -> None:
         self._depth_policy.expect(acceptance or {})
-        arms = set(self._depth_policy.arms) if self.runner.state.drafter is not None else {PLAIN}
-        arms |= {PLAIN} if plain else set()
-        warm_up(self.runner, self.config, arms, self._costs, self.admission, self._cost_cache, progress)
+        arms = {*self._depth_policy.arms, *([PLAIN] if plain else ())}
+        self._ahead = warm_up(self.runner, self.config, arms, self._costs, self._cost_cache, progress)
+
+    def work_ahead(self) -> bool:
+        return next(self._ahead, False)
 
     def add_request(
         self,
@@ -247,8 +249,8 @@ class LLMEngine:
             assert self.block_manager.used == 0, "an idle engine holds blocks"
 
     def _schedule(self) -> ScheduledBatch:
-        self._involved = tuple(self.scheduler.running)
-        if any(request.needs_host for request in self.scheduler.running):
+        running = self._involved = tuple(self.scheduler.running)
+        if any(one.needs_host for one in running) or 2 * sum(one.drafts is None for one in running) > len(running):
             self._settle()
         while True:
             arm, requests = PLAIN, self.requests.values()
@@ -267,7 +269,7 @@ class LLMEngine:
             return replace(batch, is_mixed=True)
         if self.admission is None or not requests or not arm.depth or arm.is_tree or arm != batch.draft:
             return batch
-        return replace(batch, admit=self.admission.admit(requests, arm.depth, costs, self.runner.confidence))
+        return self.runner.admitting(batch, self.admission.admit(requests, arm.depth, costs, self.runner.confidence))
 
     def _launch(self, batch: ScheduledBatch) -> Launch:
         self._involved = batch.requests
@@ -309,10 +311,9 @@ class LLMEngine:
             stats.num_rounds += 1
             seconds = sum(report.seconds)
             self._device_seconds += 0.0 if self._reads_late else seconds
-            kind = launch.batch.kind
+            kind, depth = launch.batch.kind, report.verify.depth
             if report.admit is not None and admission is not None:
-                depth, full = report.verify.depth, self._costs.tables[kind]
-                admission.observe_cost(report.batch, depth, report.admit, seconds, full)
+                admission.observe_cost(report.batch, depth, report.admit, seconds, self._costs.tables[kind])
             elif report.verify == report.draft and not report.prompt_tokens:  # others are no arm's cost
                 self._costs.add(kind, batch=report.batch, arm=report.verify, seconds=seconds)
             self._depth_policy.observe_round(arm=report.draft, seconds=seconds)

@@ -1,4 +1,4 @@
-"""Rounds and prompts as CUDA graphs: which programs there are, and the captured ones. `mixing.py` has those of both.
+"""Rounds and prompts as CUDA graphs: which programs there are, and the captured ones.
 
 Launched one by one from Python, the kernels of a round or a short prompt take many times as long as the device needs
 for them; a graph replays a whole program with one launch. It reads its inputs from a fixed tensor and everything else
@@ -6,22 +6,22 @@ from the device state. It has a fixed size: rounds are padded with the row that 
 that nobody reads. Long prompts keep the device busy for longer than they take to launch, and run as they are.
 """
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fledge.engine.adjustments import SIZES, entries_adjusting
+from fledge.engine.adjustments import SIZES
 from fledge.engine.admission import NO_BUDGETS, Budgets
 from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_state import DeviceState
-from fledge.engine.logprobs import Asked
-from fledge.engine.passes import PassOutcome, PrefillInputs, lay_out, run_prefill, run_round
+from fledge.engine.passes import PassOutcome
+from fledge.engine.programs import Program, PromptProgram, RoundProgram
 from fledge.engine.request import Request
-from fledge.engine.sampler import HostSampler, Sampler, SamplingMode
+from fledge.engine.sampler import SamplingMode, filtering_size
 from fledge.engine.scheduler import Chunk
 
 MAX_GRAPHS = 1024  # a bound on graph memory; what comes after it runs without
@@ -30,110 +30,8 @@ PROMPT_CHUNKS = {1: 16, 4: 64, 16: 256, 64: 512, 256: 1024}  # and for how many 
 USUAL_DEPTH = 3
 COARSE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 LONG_TOKENS, LONG_CHUNKS = 64, 16  # what longer prompts, and more of them, are padded to a multiple of
-
-
-class RoundProgram(NamedTuple):
-    """A round of one size: what distinguishes one captured round from another."""
-
-    batch: int
-    verify: Arm
-    draft: Arm
-    sampling: SamplingMode
-    sample_drafts: bool = False  # the drafts of some chains are drawn at random
-    asked: Asked = Asked()
-    adjusting: int = 0  # entries
-    admit: int | None = None  # drafts that are verified, over the batch; None: all
-
-    @property
-    def uses_drafter(self) -> bool:
-        return self.draft.depth > 0
-
-    def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
-        """Return their rows, and the padding row up to the batch's size; then which entries have which wishes."""
-        rows = [request.running_row for request in requests]
-        rows += [state.padding_row] * (self.batch - len(rows))
-        adjusting = entries_adjusting(requests, self.adjusting, self.batch)
-        return state.tensor([*rows, *self.asked.entries(requests), *adjusting])
-
-    def unpack(self, state: DeviceState, packed: Tensor) -> tuple[Sampler, Tensor | None]:
-        """Take apart what `inputs` put together; the second are the entries that ask for log-probabilities."""
-        rows, asking, adjusting = packed.tensor_split((self.batch, self.batch + self.asked.size))
-        sampler = Sampler(state, rows, self.sampling, adjusting.view(2, -1) if self.adjusting else None)
-        return sampler, asking if self.asked else None
-
-    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
-        sampler, asking = self.unpack(state, packed)
-        if on_host:
-            sampler = HostSampler(on_host, state, state.drafted(sampler.rows, self.verify), sampler.adjusting)
-        return run_round(
-            state,
-            sampler,
-            verify=self.verify,
-            draft=self.draft,
-            sample_drafts=self.sample_drafts,
-            admit=self.admit,
-            asking=asking,
-            top=self.asked.top,
-        )
-
-
-class PromptProgram(NamedTuple):
-    """The reading of so many tokens: what distinguishes one captured prefill from another."""
-
-    tokens: int
-    chunks: int
-    max_chunk: int
-    draft: Arm
-    has_drafter: bool  # it may have been given up
-    sampling: SamplingMode
-    sample_drafts: bool = False  # as of a round
-    asked: Asked = Asked()
-    adjusting: int = 0  # chunks
-
-    @property
-    def uses_drafter(self) -> bool:
-        return self.has_drafter
-
-    def inputs(self, state: DeviceState, chunks: Sequence[Chunk]) -> Tensor:
-        requests = [chunk.request for chunk in chunks]
-        adjusting = entries_adjusting(requests, self.adjusting, self.chunks)
-        return lay_out(
-            state, chunks, tokens=self.tokens, rows=self.chunks, more=[*self.asked.entries(requests), *adjusting]
-        )
-
-    def unpack(self, state: DeviceState, packed: Tensor) -> tuple[PrefillInputs, Sampler]:
-        inputs = PrefillInputs.of(
-            packed, tokens=self.tokens, chunks=self.chunks, max_chunk=self.max_chunk, asked=self.asked.size
-        )
-        return inputs, Sampler(state, inputs.rows, self.sampling, inputs.adjusting if self.adjusting else None)
-
-    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Chunk] = ()) -> PassOutcome:
-        inputs, sampler = self.unpack(state, packed)
-        if any(chunk.chooses and chunk.request.needs_host for chunk in on_host):
-            sampler = HostSampler([chunk.request for chunk in on_host], state, adjusting=sampler.adjusting)
-        asks = any(chunk.prompt_rows for chunk in on_host)
-        return run_prefill(
-            state,
-            inputs,
-            sampler,
-            draft=self.draft,
-            sample_drafts=self.sample_drafts,
-            top=self.asked.top,
-            chunks=on_host if asks else (),
-        )
-
-
-class Program(Protocol):
-    """What can be captured: a device program of a fixed size, told apart by its fields."""
-
-    @property
-    def uses_drafter(self) -> bool: ...
-
-    def inputs(self, state: DeviceState, work: Sequence[Any]) -> Tensor:
-        """Lay out on the device what it is to work on; nothing: nobody's rows."""
-        ...
-
-    def run(self, state: DeviceState, packed: Tensor) -> Any: ...
+FIRST_TOKENS, FIRST_CHUNKS = (64, 256, 1024, 2048), 16  # of prompts, that an engine is ready with
+OFTEN = 256  # times that a program runs with more padding than it need have before it is captured
 
 
 def batch_sizes(max_requests: int) -> list[int]:
@@ -143,8 +41,9 @@ def batch_sizes(max_requests: int) -> list[int]:
 
 
 class GraphRunner:
-    """At most `capacity` captured graphs, captured when they are first needed or ahead of time (`missing`).
+    """At most `capacity` captured graphs, captured ahead of time (`missing`) or when there is none that will do.
 
+    Where one of a larger size will do it does, until its own has been wanted `OFTEN` or there is time to capture it.
     They share their memory: what one of them computed on the way is lost to the next.
     """
 
@@ -158,6 +57,10 @@ class GraphRunner:
         self.arms: Sequence[Arm] = ()  # that there are
         self.prompt_arms: Sequence[Arm] = ()  # what is captured of prompts; others are captured when they come
         self.captured: dict[Program, tuple[Tensor, Callable[[], Any]]] = {}  # inputs, and replay, with what `run` gives
+        self.wanted: Counter[Program] = Counter()  # how often others ran instead
+        self._instead: dict[Program, Program | None] = {}  # which ones; None: there is none
+        self._rungs = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+        self._first_prompts: Collection[tuple[int, int]] = ()
         self._state = state
         self._capacity = capacity
         self._pool: Any = None  # of graph memory; torch gives its type no public name
@@ -183,6 +86,7 @@ class GraphRunner:
             asked=program.asked.of(batch),
             adjusting=adjusting,
             admit=admit,
+            filtering=filtering_size(program.filtering, batch),
         )
 
     def prefill(self, program: PromptProgram, chunks: Sequence[Chunk]) -> PassOutcome:
@@ -194,37 +98,30 @@ class GraphRunner:
         least = max(program.tokens + 1, PROMPT_CHUNKS.get(count, 0))
         tokens = next((size for size in PROMPT_TOKENS if size >= least), 0)
         draft = self.prompt_arm(program.draft)
-        # A few rows more or less to sample cost nothing, a second set of graphs does.
-        sampling = SamplingMode.SAMPLED if program.sampling is SamplingMode.GREEDY else program.sampling
+        sampling = SamplingMode.SAMPLED  # a few rows more or less cost nothing, a second set of graphs does
         adjusting = next(size for size in SIZES if size >= program.adjusting)
         sample_drafts = self.samples(draft)
         program = program._replace(draft=draft, sampling=sampling, sample_drafts=sample_drafts, adjusting=adjusting)
         if tokens and count:
-            asked = program.asked.of(count)
-            padded = program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked)
-            if self.capture(padded):
-                return cast("PassOutcome", self.play(padded, chunks))
+            asked, filtering = program.asked.of(count), filtering_size(program.filtering, count)
+            padded = program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked, filtering=filtering)
+            if (ready := self._ready(padded)) is not None:
+                return cast("PassOutcome", self._replay(ready, chunks))
         tokens = -(-(program.tokens + 1) // LONG_TOKENS) * LONG_TOKENS
         padded = program._replace(tokens=tokens, chunks=-(-program.chunks // LONG_CHUNKS) * LONG_CHUNKS)
         return cast("PassOutcome", self._play(padded, padded.inputs(self._state, chunks)))
 
-    def compile_long_prompts(self, *, max_batch: int, max_tokens: int) -> None:
-        """Run prompts that are too many for a graph once, with nothing in them: their kernels are compiled then."""
+    def long_prompts(self, *, max_batch: int, max_tokens: int) -> list[Program]:
+        """Prompts that are too many for a graph: run once, with nothing in them, their kernels are compiled."""
         sizes = {min(size, -(-max_batch // LONG_CHUNKS) * LONG_CHUNKS) for size in (16, 32, 48, 64, 128, 256, 512)}
-        for arm, chunks in itertools.product(self.prompt_arms, sorted(sizes)):
-            tokens = min(PROMPT_TOKENS[-1], -(-max_tokens // LONG_TOKENS) * LONG_TOKENS) + LONG_TOKENS
-            has_drafter = self._state.drafter is not None
-            program = PromptProgram(
-                tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self.samples(arm)
-            )
-            self._play(program, program.inputs(self._state, []))
+        tokens = min(PROMPT_TOKENS[-1], -(-max_tokens // LONG_TOKENS) * LONG_TOKENS) + LONG_TOKENS
+        return [self._prompts(tokens, chunks, arm) for arm in self.prompt_arms for chunks in sorted(sizes)]
 
     def missing(self, arms: Collection[Arm], *, max_batch: int, max_tokens: int) -> list[Program]:
         """Return the rounds, greedy and sampled, and prompts of all sizes that the bounds fit, but for those captured.
 
         The largest come first, which size the memory that all graphs share.
         """
-        has_drafter = self._state.drafter is not None
         self.coarse = len(arms) > 2
         programs: list[Program] = [
             RoundProgram(size, arm, arm, sampling, sampling is SamplingMode.SAMPLED and self.samples(arm), admit=admit)
@@ -235,14 +132,36 @@ class GraphRunner:
             for admit in (None, *(() if arm.is_tree else self.budgets.sizes(size, arm.depth)))
         ]
         self.arms, self.prompt_arms = sorted(arms), self._prompt_arms(arms)
-        programs += (
-            PromptProgram(
-                tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self.samples(arm)
-            )
-            for arm in self.prompt_arms
-            for tokens, chunks in _prompt_sizes(max_tokens, max_batch)
-        )
+        sizes = list(_prompt_sizes(max_tokens, max_batch))
+        self._first_prompts = _first_prompts(sizes)
+        programs += (self._prompts(*size, arm) for arm in self.prompt_arms for size in sizes)
+        programs += self._unusual([program for program in programs if self.is_first(program)])
         return [program for program in programs if program not in self.captured]
+
+    def is_first(self, program: Program) -> bool:
+        """Whether an engine is not ready without it: for all of the usual kinds there is one that will do then."""
+        if isinstance(program, PromptProgram):
+            return (program.tokens, program.chunks) in self._first_prompts and not _is_unusual(program)
+        if not isinstance(program, RoundProgram) or program.admit is not None or _is_unusual(program):
+            return False
+        rungs = self._rungs if program.sampling is SamplingMode.GREEDY else [*self._rungs[::2], self._rungs[-1]]
+        return program.batch in rungs
+
+    def _unusual(self, programs: Sequence[Program]) -> Iterator[Program]:
+        """Those of these where one request's logits are adjusted; if they sample, where one or all have filters."""
+        for program in programs:
+            if isinstance(program, RoundProgram | PromptProgram):
+                yield program._replace(adjusting=1)
+            if isinstance(program, RoundProgram) and program.sampling is SamplingMode.SAMPLED:
+                yield from (program._replace(filtering=size) for size in sorted({1, program.batch}))
+            elif isinstance(program, PromptProgram):
+                yield from (program._replace(filtering=size) for size in sorted({1, program.chunks}))
+
+    def _prompts(self, tokens: int, chunks: int, arm: Arm) -> PromptProgram:
+        has_drafter = self._state.drafter is not None
+        return PromptProgram(
+            tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self.samples(arm)
+        )
 
     def samples(self, arm: Arm) -> bool:
         """Whether drafts of this arm may have to be drawn at random."""
@@ -270,6 +189,7 @@ class GraphRunner:
     def drop_drafting(self) -> None:
         """Forget the graphs in which the drafter has a part: there will be another one, elsewhere in memory."""
         self.captured = {program: one for program, one in self.captured.items() if not program.uses_drafter}
+        self._instead.clear()
         if not self.captured:
             self._pool = None  # it went with the last of them
 
@@ -278,7 +198,52 @@ class GraphRunner:
         if program not in self.captured and len(self.captured) < self._capacity:
             inputs = program.inputs(self._state, [])
             self.captured[program] = inputs, self.record(lambda: self._play(program, inputs))
+            self.wanted.pop(program, None)
+            self._instead.clear()
         return program in self.captured
+
+    def release(self, program: Program) -> None:
+        """Forget a captured program."""
+        self.captured.pop(program, None)
+        self._instead.clear()
+
+    def will_do(self, program: Program) -> Program | None:
+        """The captured program that a padded one runs as: itself, or else the smallest that does the same.
+
+        Captures it where that has been the answer often; None: there is none.
+        """
+        if program in self.captured:
+            return program
+        self.wanted[program] += 1
+        if self.wanted[program] >= OFTEN and self.capture(program):
+            return program
+        if program not in self._instead:
+            kind, sizes = program.kind, program.sizes
+            larger = [
+                one
+                for one in self.captured
+                if one.kind == kind and all(a >= b for a, b in zip(one.sizes, sizes, strict=True))
+            ]
+            self._instead[program] = min(larger, key=lambda one: one.sizes, default=None)
+        return self._instead[program]
+
+    def _ready(self, program: Program) -> Program | None:
+        """As `will_do`; where there is none, one that will do for smaller ones too is captured. None: no room."""
+        found = self.will_do(program)
+        if found is not None:
+            return found
+        if isinstance(program, RoundProgram):
+            batch = next(size for size in self._rungs if size >= program.batch)
+            program = self.padded_round(program._replace(batch=batch))
+        elif isinstance(program, PromptProgram):
+            sizes = sorted(self._first_prompts)
+            tokens, chunks = next(
+                ((t, c) for t, c in sizes if t >= program.tokens and c >= program.chunks),
+                (program.tokens, program.chunks),
+            )
+            asked, filtering = program.asked.of(chunks), filtering_size(program.filtering, chunks)
+            program = program._replace(tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked, filtering=filtering)
+        return program if self.capture(program) else None
 
     def record(self, play: Callable[[], Any]) -> Callable[[], Any]:
         """Return what does the same as `play`, with one launch. Results of one call are overwritten by the next.
@@ -306,12 +271,19 @@ class GraphRunner:
         return replay
 
     def play(self, program: Program, work: Sequence[Any]) -> Any:
-        """Run a program on `work`, as a graph if there is room for one; return what it does."""
-        given = program.inputs(self._state, work)
-        if not self.capture(program):
-            return self._play(program, given)
+        """Run a padded program on `work`, as a graph if there is room for one; return what it does."""
+        ready = self._ready(program)
+        if ready is None:
+            return self._play(program, program.inputs(self._state, work))
+        return self._replay(ready, work)
+
+    def run_once(self, program: Program) -> None:
+        """Run it for nobody, not as a graph."""
+        self._play(program, program.inputs(self._state, []))
+
+    def _replay(self, program: Program, work: Sequence[Any]) -> Any:
         inputs, replay = self.captured[program]
-        inputs.copy_(given, non_blocking=True)
+        inputs.copy_(program.inputs(self._state, work), non_blocking=True)
         return replay()
 
     def _play(self, program: Program, inputs: Tensor) -> Any:
@@ -328,9 +300,20 @@ def make_graphs(state: DeviceState, config: EngineConfig, budgets: Budgets) -> G
     return GraphRunner(state, sorted({*sizes, config.max_num_seqs}), budgets=budgets)
 
 
+def _is_unusual(program: RoundProgram | PromptProgram) -> bool:
+    return bool(program.filtering or program.adjusting)
+
+
 def _prompt_sizes(max_tokens: int, max_chunks: int) -> Iterator[tuple[int, int]]:
     """Yield (tokens, chunks) of the prompt graphs that are worth having ahead of time, largest first."""
     for tokens, smaller in reversed(list(zip(PROMPT_TOKENS, (0, *PROMPT_TOKENS), strict=False))):
         for (chunks, least), fewer in zip(PROMPT_CHUNKS.items(), (0, *PROMPT_CHUNKS), strict=False):
             if smaller <= max_tokens and fewer < max_chunks and least <= tokens:
                 yield tokens, chunks
+
+
+def _first_prompts(sizes: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Of the (tokens, chunks) that there are, those that an engine is ready with: the largest is among them."""
+    few = {tokens: chunks for tokens, chunks in sorted(sizes) if tokens in FIRST_TOKENS and chunks <= FIRST_CHUNKS}
+    many = {(least, chunks) for chunks, least in PROMPT_CHUNKS.items() if chunks > FIRST_CHUNKS}
+    return {*few.items(), *many.intersection(sizes), max(sizes)}

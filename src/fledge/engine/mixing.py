@@ -14,11 +14,12 @@ from torch import Tensor
 from fledge.engine.adjustments import SIZES
 from fledge.engine.arms import Arm
 from fledge.engine.device_state import DeviceState
-from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
+from fledge.engine.graphs import GraphRunner
 from fledge.engine.logprobs import Asked
 from fledge.engine.mixed_passes import MixedOutcome, run_mixed
 from fledge.engine.passes import ALIGNMENT
-from fledge.engine.sampler import SamplingMode
+from fledge.engine.programs import PromptProgram, RoundProgram
+from fledge.engine.sampler import SamplingMode, filtering_size
 
 BATCHES = (4, 16, 32, 64, 128, 256)
 FEW = 16  # requests, whose rounds take about as long as reading the weights does, however deep they draft
@@ -38,6 +39,14 @@ class MixedProgram(NamedTuple):
     def uses_drafter(self) -> bool:
         return self.prompts.uses_drafter
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return *self.round.sizes, *self.prompts.sizes
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self.round.kind, self.prompts.kind
+
     def with_both(self, **settings: Any) -> "MixedProgram":
         """The same with these settings, that rounds and prompts have alike."""
         return MixedProgram(self.round._replace(**settings), self.prompts._replace(**settings))
@@ -50,7 +59,7 @@ class MixedProgram(NamedTuple):
 
     def run(self, state: DeviceState, packed: Tensor) -> MixedOutcome:
         one, prompts = self
-        size = one.batch + one.asked.size + 2 * one.adjusting
+        size = one.batch + one.asked.size + 2 * one.adjusting + one.filtering
         sampler, asking = one.unpack(state, packed[:size])
         inputs, prompt_sampler = prompts.unpack(state, packed[-(-size // ALIGNMENT) * ALIGNMENT :])
         return run_mixed(
@@ -96,7 +105,7 @@ class Mixing:
         padded = self.padded(program)
         if self._graphs is None or padded is None:
             return self._graphs is None
-        measured = padded.with_both(sampling=SamplingMode.SAMPLED, sample_drafts=False, asked=Asked(), adjusting=0)
+        measured = padded.with_both(sample_drafts=False, asked=Asked(), adjusting=0, filtering=0)
         return self._saves.get(measured, 0.0) > than and self._graphs.capture(padded)
 
     def run(self, program: MixedProgram, work: Sequence[Any]) -> MixedOutcome:
@@ -145,14 +154,15 @@ class Mixing:
         size = next(((t, c) for t, c in sizes if t > prompts.tokens and c >= prompts.chunks), None)
         if not batch or size is None:
             return None
-        # A few rows more or less to sample cost nothing, a second set of graphs does.
-        sampling = SamplingMode.SAMPLED if one.sampling is SamplingMode.GREEDY else one.sampling
         adjusting = next(count for count in SIZES if count >= one.adjusting)
         (tokens, chunks), asked = size, prompts.asked
+        filtering = filtering_size(one.filtering, batch), filtering_size(prompts.filtering, chunks)
         return MixedProgram(
-            one._replace(batch=batch, asked=one.asked.of(batch), adjusting=adjusting),
-            prompts._replace(tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked.of(chunks)),
-        ).with_both(sampling=sampling)
+            one._replace(batch=batch, asked=one.asked.of(batch), adjusting=adjusting, filtering=filtering[0]),
+            prompts._replace(
+                tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked.of(chunks), filtering=filtering[1]
+            ),
+        ).with_both(sampling=SamplingMode.SAMPLED)  # a few rows more or less cost nothing, a second set of graphs does
 
     def _size(self, batch: int) -> int:
         """Of the graphs for so many requests; 0: there are none."""

@@ -240,16 +240,20 @@ class PrefillInputs:
     query_starts: Tensor  # [chunks + 1] the place of each one's first token, and the end
     asking: Tensor  # [n] chunks whose first tokens get log-probabilities
     adjusting: Tensor  # [2, n] chunks whose logits are adjusted, and their slots
+    filtering: Tensor  # [n] chunks with top-k, top-p or min-p
     max_chunk: int  # no chunk is longer
 
     @classmethod
-    def of(cls, packed: Tensor, *, tokens: int, chunks: int, max_chunk: int, asked: int = 0) -> "PrefillInputs":
+    def of(
+        cls, packed: Tensor, *, tokens: int, chunks: int, max_chunk: int, asked: int = 0, adjusting: int = 0
+    ) -> "PrefillInputs":
         """Take apart what `lay_out` put together."""
         token_part, chunk_part = (-(-count // ALIGNMENT) * ALIGNMENT for count in (tokens, chunks))
-        sizes = (4 * token_part, 6 * chunk_part, chunks + 1, asked)
-        by_token, by_chunk, starts, asking, adjusting = packed.tensor_split(tuple(itertools.accumulate(sizes)))
+        sizes = (4 * token_part, 6 * chunk_part, chunks + 1, asked, 2 * adjusting)
+        by_token, by_chunk, starts, *wishes = packed.tensor_split(tuple(itertools.accumulate(sizes)))
+        asking, changed, filtering = wishes
         columns: list[Any] = [*by_token.view(4, -1)[:, :tokens], *by_chunk.view(6, -1)[:, :chunks]]
-        return cls(*[*columns, starts, asking, adjusting.view(2, -1), max_chunk])
+        return cls(*[*columns, starts, asking, changed.view(2, -1), filtering, max_chunk])
 
 
 def lay_out(state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: int, more: Sequence[int] = ()) -> Tensor:

@@ -192,8 +192,16 @@ class Engine(Protocol):
     ) -> None:
         """Do now what would hold up the first requests: capture graphs, time rounds. `progress` is told done and all.
 
+        Requests can come then; what makes them faster still is left to `work_ahead`.
+
         `plain`: for steps without speculation too, which a request may ask for. `acceptance`: what is known of how
         many drafts stand, before any was tried.
+        """
+        ...
+
+    def work_ahead(self) -> bool:
+        """Do a little of what warming up has left for when there is nothing to do: it holds up a request for less than
+        a tenth of a second. False: there is nothing left.
         """
         ...
 

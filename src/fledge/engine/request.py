@@ -1,7 +1,7 @@
 """A request inside the engine: what was asked, what is known of the answer, and where it stands."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -49,11 +49,14 @@ class Request:
     kind: RequestKind = field(init=False)  # not of drawn drafts, until whoever adds it decides so
     longest: int = field(init=False)  # tokens that it can have, those of the prompt included
     adjusts: bool = field(init=False)  # its logits are changed before anything is chosen
+    filters: bool = field(init=False)  # it is drawn from some of the tokens only
 
     tokens: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     row: int | None = None
     slot: int | None = None  # where the device keeps what changes its logits
+    # With a constraint: what its next round verifies, as read; None: not yet, and until then it sits rounds out.
+    drafts: Sequence[int] | None = ()
     table: BlockTable = field(default_factory=BlockTable)
     placed_blocks: int = 0  # blocks of the table that the device knows
     settled: int = 0  # positions whose target and drafter rows are final
@@ -83,7 +86,8 @@ class Request:
         if p.max_tokens is not None:
             self.longest = min(self.max_length, len(self.prompt) + p.max_tokens)
         penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
-        self.adjusts = penalised or p.logit_bias is not None or p.min_tokens > 0
+        self.filters = not p.is_greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+        self.adjusts = penalised or p.logit_bias is not None or p.min_tokens > 0 or self.constraint is not None
 
     @property
     def running_row(self) -> int:
@@ -126,8 +130,8 @@ class Request:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host must see each round before the next: its choices depend on what only the host knows."""
-        return self.constraint is not None or (self.adjusts and self.slot is None)
+        """Whether the host chooses its tokens: the device has no room for what changes its logits."""
+        return self.adjusts and self.slot is None
 
     def accept(self, tokens: list[int]) -> list[int]:
         """Take over tokens up to the first that ends the answer; return those taken.

@@ -14,14 +14,15 @@ from torch import Tensor
 from fledge.engine.admission import DraftOutcomes
 from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.device_state import DeviceState
-from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
+from fledge.engine.graphs import GraphRunner
 from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
 from fledge.engine.mixing import MixedProgram, Mixing
 from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.passes import PassOutcome
+from fledge.engine.programs import PromptProgram, RoundProgram
 from fledge.engine.protocol import PhaseSeconds, RoundReport
 from fledge.engine.request import Request, kind_of_round
-from fledge.engine.sampler import SamplingMode
+from fledge.engine.sampler import SamplingMode, masks_after
 from fledge.engine.scheduler import ScheduledBatch
 
 SAMPLED_ROUNDS = 8  # of as many that draft, the drafter's states are looked at in one
@@ -30,12 +31,25 @@ SAMPLED_REQUESTS = 16  # of about so many in it: each takes time
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
 
+class PendingDrafts(NamedTuple):
+    """What a launch drafted for requests with constraints, whose next masks depend on it."""
+
+    requests: Sequence[Request]
+    counts: Tensor  # [requests, 1 + max_depth]: how many, and they
+
+    def read(self) -> None:
+        """Tell the requests, once it is on the host."""
+        for request, (count, *tokens) in zip(self.requests, self.counts.tolist(), strict=True):
+            request.drafts = tokens[:count]
+
+
 class Launch(NamedTuple):
     """One step on the device: what was scheduled, and its results, which are on the host after `wait`."""
 
     batch: ScheduledBatch
     round: PassOutcome | None
     prefill: PassOutcome | None
+    drafts: PendingDrafts | None  # if there are such requests
     times: tuple[Any, Any]  # when prompts began to be read, and when all was done: CUDA events, or on a CPU seconds
 
     def wait(self) -> float:
@@ -61,22 +75,34 @@ def _copied(results: Results) -> Results:
     copies: dict[str, Any] = {}
     for name, value in vars(results).items():
         if isinstance(value, Tensor):
-            host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-            copies[name] = host.copy_(value, non_blocking=True)
+            copies[name] = _on_host(value)
         elif isinstance(value, LogprobsTensors):
             copies[name] = _copied(value)
     return replace(results, **copies)
 
 
-def _outcomes(requests: Sequence[Request], outcome: PassOutcome) -> DraftOutcomes | None:
-    """What became of the drafts of a round that is on the host, if they were chains."""
+def _on_host(value: Tensor) -> Tensor:
+    """What will be the same on the host, when the device comes to it."""
+    if not value.is_cuda:
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+
+
+def _outcomes(batch: ScheduledBatch, outcome: PassOutcome) -> DraftOutcomes | None:
+    """What became of the drafts of a round that is on the host, if they were chains, where no grammar had a say."""
     if outcome.confidence is None or outcome.drafted is None or outcome.accepted is None:
         return None
+    requests = batch.decoding
     confidence, drafted, accepted = (
         column[: len(requests)].numpy() for column in (outcome.confidence, outcome.drafted, outcome.accepted)
     )
-    is_greedy = np.array([request.kind is RequestKind.GREEDY for request in requests])
-    return DraftOutcomes(confidence, drafted, accepted, is_greedy)
+    found = DraftOutcomes(
+        confidence, drafted, accepted, np.array([request.kind is RequestKind.GREEDY for request in requests])
+    )
+    if not batch.constrained:
+        return found
+    free = np.array([request.constraint is None for request in requests])
+    return DraftOutcomes(*(column[free] for column in found)) if free.any() else None
 
 
 class RequestResult(NamedTuple):
@@ -98,7 +124,7 @@ class StepResults:
 
     requests: list[RequestResult] = field(default_factory=list)
     report: RoundReport | None = None  # of its round
-    outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or a grammar had a say
+    outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or the host chose
     prefill_seconds: float | None = None  # of the pass that read prompts, with a round or not; None: none did
     waited: float = 0.0  # seconds that the host had nothing to do but wait for the device
     drafts_finite: bool = True  # what the drafter computed was, where the target's states were
@@ -122,12 +148,35 @@ class Runner:
         if batch.is_mixed:
             assert self.mixing is not None
             begun, work = self._take_time(), (batch.decoding, batch.chunks)
+            self._refuse(batch.constrained, batch.verify.depth)
             both = self.mixing.run(self._mixed_program(batch), work)
-            return Launch(batch, _to_host(both.round), _to_host(both.prompts), (begun, self._take_time()))
+            parts, drafts = (_to_host(both.round), _to_host(both.prompts)), self._pending_drafts(batch)
+            return Launch(batch, *parts, drafts, (begun, self._take_time()))
         decoded = _to_host(self._launch_round(batch)) if batch.decoding else None
         begun = self._take_time()
         prefilled = _to_host(self._launch_prefill(batch)) if batch.chunks else None
-        return Launch(batch, decoded, prefilled, (begun, self._take_time()))
+        drafts = self._pending_drafts(batch)
+        return Launch(batch, decoded, prefilled, drafts, (begun, self._take_time()))
+
+    def _refuse(self, requests: Sequence[Request], depth: int = 0) -> None:
+        """Tell the device what the grammars of requests refuse, next and after each of up to `depth` drafts."""
+        holders = [one for one in requests if one.constraint is not None and one.slot is not None]
+        found = [(one.slot, masks_after(one, (one.drafts or ())[:depth])) for one in holders]
+        masks = [(slot, of_slot) for slot, of_slot in found if slot is not None and of_slot is not None]
+        if masks:
+            self.state.adjustments.refuse(masks)
+
+    def _pending_drafts(self, batch: ScheduledBatch) -> PendingDrafts | None:
+        """Queue a copy of what has been drafted for requests with constraints; they wait for it."""
+        requests = [*batch.constrained, *(chunk.request for chunk in batch.chunks if chunk.completes)]
+        requests = [one for one in requests if one.constraint is not None and one.slot is not None]
+        if not requests:
+            return None
+        rows = self.state.tensor([request.running_row for request in requests])
+        counts = torch.cat([self.state.draft_count[rows, None], self.state.drafts[rows]], dim=1)
+        for request in requests:
+            request.drafts = None
+        return PendingDrafts(requests, _on_host(counts))
 
     def _take_time(self) -> Any:
         """When all that has been launched is done: a CUDA event, or on a CPU the time."""
@@ -143,11 +192,15 @@ class Runner:
         begun, _, done = self._take_time(), play(), self._take_time()
         return _seconds_between(begun, done)
 
+    def is_ready_for(self, batch: int, arm: Arm, kind: RequestKind) -> bool:
+        """Whether such a round has a graph of its own size, or needs none."""
+        graphs = self.graphs
+        return graphs is None or graphs.padded_round(_round_of_nobody(batch, arm, kind)) in graphs.captured
+
     @torch.inference_mode()
-    def time_round(self, batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
+    def time_round(self, batch: int, arm: Arm, kind: RequestKind) -> float:
         """Seconds of a round of nobody's: `batch` times the padding row."""
-        sampling = SamplingMode.GREEDY if kind is RequestKind.GREEDY else SamplingMode.SAMPLED
-        program = RoundProgram(batch, arm, arm, sampling, _draws(kind, arm), admit=admit)
+        program = _round_of_nobody(batch, arm, kind)
         if self.graphs is not None:
             stamps = self.graphs.round(program, []).stamps
         else:
@@ -176,6 +229,8 @@ class Runner:
         asked = time.perf_counter()
         prefill_seconds = launch.wait()
         results.waited = time.perf_counter() - asked
+        if launch.drafts is not None:
+            launch.drafts.read()
         if launch.round is not None:
             self._rounds_drafted += batch.draft.depth > 0
             turn, rest = divmod(self._rounds_drafted, SAMPLED_ROUNDS)
@@ -189,7 +244,7 @@ class Runner:
             seconds = PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
             chosen = sum(len(result.tokens) for result in results.requests)
             if batch.verify.depth and not batch.needs_host:
-                results.outcomes = _outcomes(batch.decoding, launch.round)
+                results.outcomes = _outcomes(batch, launch.round)
             along = batch.num_prompt_tokens if batch.is_mixed else 0
             results.report = RoundReport(
                 len(batch.decoding), batch.verify, batch.draft, chosen, seconds, batch.admit, along
@@ -254,7 +309,7 @@ class Runner:
         if batch.verify != batch.draft or batch.draft.is_tree:
             return False
         newcomers = [chunk.request for chunk in batch.chunks]
-        if batch.needs_host or any(one.adjusts or one.constraint or one.wants_prompt_logprobs for one in newcomers):
+        if batch.needs_host or any(one.adjusts or one.wants_prompt_logprobs for one in newcomers):
             return False
         return self.mixing.takes(self._mixed_program(batch), than)
 
@@ -269,12 +324,22 @@ class Runner:
         sampling, asked = SamplingMode.needed_by(requests), Asked.by(requests)
         adjusting = sum(request.slot is not None for request in requests)
         sample_drafts = _draws(batch.kind, batch.verify, batch.draft)
+        filtering = sum(request.filters for request in requests)
         return RoundProgram(
-            len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting, batch.admit
+            len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting, batch.admit, filtering
         )
+
+    def admitting(self, batch: ScheduledBatch, admit: int | None) -> ScheduledBatch:
+        """The batch with a round that verifies so many drafts; or all of them, where only that has been captured."""
+        fewer, graphs = replace(batch, admit=admit), self.graphs
+        if admit is None or graphs is None:
+            return fewer
+        return batch if graphs.will_do(graphs.padded_round(self._round_program(fewer))) is None else fewer
 
     def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
         program, requests = self._round_program(batch), batch.decoding
+        if not batch.needs_host:
+            self._refuse(batch.constrained, batch.verify.depth)
         if self.graphs is not None and not batch.needs_host:
             return self.graphs.round(program, requests)
         return program.run(self.state, program.inputs(self.state, requests), requests if batch.needs_host else ())
@@ -291,16 +356,24 @@ class Runner:
             sample_drafts=_draws(kind_of_round(requests), draft),
             asked=Asked.by(requests),
             adjusting=sum(request.slot is not None for request in requests),
+            filtering=sum(request.filters for request in requests),
         )
 
     def _launch_prefill(self, batch: ScheduledBatch) -> PassOutcome:
         program, chunks = self._prompt_program(batch, batch.first_draft), batch.chunks
-        needs_host = any((chunk.chooses and chunk.request.needs_host) or chunk.prompt_rows for chunk in chunks)
+        chosen = [chunk.request for chunk in chunks if chunk.chooses]
+        needs_host = any(one.needs_host for one in chosen) or any(chunk.prompt_rows for chunk in chunks)
+        self._refuse(chosen)
         if self.graphs is not None and not needs_host:
             return self.graphs.prefill(program, chunks)
         outcome = program.run(self.state, program.inputs(self.state, chunks), chunks if needs_host else ())
         self.state.reset_padding()
         return outcome
+
+
+def _round_of_nobody(batch: int, arm: Arm, kind: RequestKind) -> RoundProgram:
+    sampling = SamplingMode.GREEDY if kind is RequestKind.GREEDY else SamplingMode.SAMPLED
+    return RoundProgram(batch, arm, arm, sampling, _draws(kind, arm))
 
 
 def _draws(kind: RequestKind, *arms: Arm) -> bool:

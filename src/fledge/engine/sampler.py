@@ -1,7 +1,8 @@
 """Which tokens the target chooses in a round.
 
-`Sampler` needs nothing from the host and is what fast rounds use. `HostSampler` adds what only the host knows:
-penalties, biases, stop ids held back, grammars. Both end in `decoding.sampling`, as the reference loop does.
+`Sampler` needs nothing from the host and is what fast rounds use. `HostSampler` sees to what changes logits (penalties,
+biases, stop ids held back, grammars) where the device has no slot for it. Both end in `decoding.sampling`, as the
+reference loop does.
 """
 
 from collections.abc import Sequence
@@ -26,16 +27,22 @@ class SamplingMode(StrEnum):
     """What a round needs to sample on the device."""
 
     GREEDY = "greedy"  # every request is greedy
-    SAMPLED = "sampled"  # temperature only
-    FILTERED = "filtered"  # top-k, top-p or min-p somewhere in the batch
+    SAMPLED = "sampled"
 
     @classmethod
     def needed_by(cls, requests: Sequence[Request]) -> "SamplingMode":
-        sampled = [request.params for request in requests if request.kind is not RequestKind.GREEDY]
-        if not sampled:
-            return cls.GREEDY
-        filtered = any(p.top_k or p.top_p < 1.0 or p.min_p > 0.0 for p in sampled)
-        return cls.FILTERED if filtered else cls.SAMPLED
+        return cls.GREEDY if all(request.kind is RequestKind.GREEDY for request in requests) else cls.SAMPLED
+
+
+def filtering_size(count: int, batch: int) -> int:
+    """Of how many entries of a batch a program filters the distributions, where so many want top-k, top-p or min-p."""
+    return min(next((size for size in (0, 1, 8) if size >= count), batch), batch)
+
+
+def entries_filtering(requests: Sequence[Request], size: int, batch: int) -> list[int]:
+    """Return which entries of a batch do, padded with nobody's: each is a sort of the vocabulary at every place."""
+    found = [i for i, request in enumerate(requests) if request.filters]
+    return found + [batch] * (size - len(found))
 
 
 class Sampler:
@@ -44,35 +51,48 @@ class Sampler:
     Logits are [batch * width, vocab]; positions [batch, width] of what they decide.
     """
 
-    def __init__(self, state: DeviceState, rows: Tensor, mode: SamplingMode, adjusting: Tensor | None = None) -> None:
-        """`adjusting` [2, n]: entries of the batch whose logits are adjusted, and their slots."""
+    def __init__(
+        self,
+        state: DeviceState,
+        rows: Tensor,
+        mode: SamplingMode,
+        adjusting: Tensor | None = None,
+        filtering: Tensor | None = None,
+    ) -> None:
+        """`adjusting` [2, n]: entries of the batch whose logits are adjusted, and their slots.
+
+        `filtering` [n]: those with top-k, top-p or min-p. In both, what lies beyond the batch is nobody's.
+        """
         self.is_greedy = mode is SamplingMode.GREEDY  # the choice is the argmax of the logits and nothing else
         self.rows = rows
         self.adjusting = adjusting
+        self._filtering = filtering
         self._state = state
         self._mode = mode
 
     def for_rows(self, rows: Tensor) -> "Sampler":
-        """The same for other rows, of which nobody's logits are adjusted."""
-        assert self.adjusting is None
+        """The same for other rows, by logits that are adjusted already; what is chosen of them is not filtered."""
         return Sampler(self._state, rows, self._mode)
 
-    def adjusted(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Return the logits that decide: with the rows of `adjusting` adjusted, in float32 then."""
+    def adjusted(self, logits: Tensor, positions: Tensor, at: Tensor | None = None) -> Tensor:
+        """Return the logits that decide: with the rows of `adjusting` adjusted, in float32 then.
+
+        `at` [batch, width]: which row of the logits decides each place, those of an entry in order, then its last again
+        and again; None: all are in order.
+        """
         if self.adjusting is None:
             return logits
         (batch, width), (entries, slots) = positions.shape, self.adjusting
         existing, places = entries.clamp(max=batch - 1), torch.arange(width, device=entries.device)
+        own = existing[:, None] * width + places if at is None else at[existing]
         changed = self._state.adjustments.adjust(
-            logits.view(batch, width, -1)[existing].flatten(0, 1),
-            slots,
-            positions[existing],
-            self._state.drafts[self.rows[existing], : width - 1],
+            logits[own.flatten()], slots, positions[existing], self._state.drafts[self.rows[existing], : width - 1]
         )
-        # What is nobody's goes beyond the end.
+        # What is nobody's, and what no row decides, goes beyond the end.
+        is_own = (entries < batch)[:, None] & (own == own[:, :1] + places)
         room = torch.empty(len(logits) + width, logits.shape[1], dtype=torch.float32, device=logits.device)
         room[: len(logits)] = logits
-        return room.index_copy_(0, (entries[:, None] * width + places).flatten(), changed)[: len(logits)]
+        return room.index_copy_(0, torch.where(is_own, own, len(logits) + places).flatten(), changed)[: len(logits)]
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return the target's own choice, [batch * width], by adjusted logits."""
@@ -80,17 +100,48 @@ class Sampler:
             return argmax_rows(logits)
         settings, repeated = self._state.sampling, self.rows.repeat_interleave(positions.shape[1])
         uniforms = uniform(settings.seed[repeated], positions.flatten(), Stream.CHOICE)
-        if self._mode is SamplingMode.SAMPLED:
-            temperature, is_greedy = settings.temperature[repeated], settings.is_greedy[repeated]
-            return sample_rows(logits, temperature, uniforms, is_greedy=is_greedy)
-        return choose(self.probabilities(logits), uniforms)
+        temperature, is_greedy = settings.temperature[repeated], settings.is_greedy[repeated]
+        chosen = sample_rows(logits, temperature, uniforms, is_greedy=is_greedy)
+        return self.filter_choices(chosen.view(positions.shape), logits, positions).flatten()
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the distributions it chooses from, [batch * width, vocab]."""
-        settings = self._state.sampling.select(self.rows.repeat_interleave(logits.shape[0] // len(self.rows)))
-        if self._mode is not SamplingMode.FILTERED:
-            settings = replace(settings, any_min_p=False, any_top_p=False, max_top_k=0)
-        return distribution(logits, settings)
+        batch = len(self.rows)
+        settings = self._state.sampling.select(self.rows.repeat_interleave(logits.shape[0] // batch))
+        plain = distribution(logits, replace(settings, any_min_p=False, any_top_p=False, max_top_k=0))
+        return self.filter_probabilities(plain.view(batch, -1, logits.shape[1]), logits).flatten(0, 1)
+
+    def filter_choices(self, choices: Tensor, logits: Tensor, positions: Tensor, at: Tensor | None = None) -> Tensor:
+        """Choose again, [batch, width], for the entries that filter.
+
+        `at` [batch, width]: which row of the logits decides each place; None: they are in order.
+        """
+        if self._filtering is None:
+            return choices
+        filtered = self._filtered(logits, at)  # [entries, width, vocab]
+        existing = self._filtering.clamp(max=len(choices) - 1)
+        seeds, places = self._state.sampling.seed[self.rows[existing]], positions[existing]
+        uniforms = uniform(seeds.repeat_interleave(places.shape[1]), places.flatten(), Stream.CHOICE)
+        return self._put(choices, choose(filtered.flatten(0, 1), uniforms).view(places.shape))
+
+    def filter_probabilities(self, probabilities: Tensor, logits: Tensor, at: Tensor | None = None) -> Tensor:
+        """The same for distributions, [batch, width, vocab]."""
+        return probabilities if self._filtering is None else self._put(probabilities, self._filtered(logits, at))
+
+    def _filtered(self, logits: Tensor, at: Tensor | None) -> Tensor:
+        """Return the distributions of the entries that filter, [entries, width, vocab]."""
+        assert self._filtering is not None
+        batch = len(self.rows)
+        existing = self._filtering.clamp(max=batch - 1)
+        own = logits.view(batch, -1, logits.shape[1])[existing] if at is None else logits[at[existing]]
+        settings = self._state.sampling.select(self.rows[existing].repeat_interleave(own.shape[1]))
+        return distribution(own.flatten(0, 1), settings).view(own.shape)
+
+    def _put(self, everybody: Tensor, own: Tensor) -> Tensor:
+        """`everybody` [batch, ...] with what belongs to the entries that filter."""
+        assert self._filtering is not None
+        room = torch.cat([everybody, everybody[:1]])  # what is nobody's goes beyond the end
+        return room.index_copy_(0, self._filtering, own)[:-1]
 
     def rejection_uniforms(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width]."""
@@ -115,7 +166,7 @@ class HostSampler(Sampler):
     ) -> None:
         rows = state.tensor([request.running_row for request in requests])
         # There is always something to add to the argmax. What slots are for the host does here, for all.
-        super().__init__(state, rows, SamplingMode.FILTERED, adjusting)
+        super().__init__(state, rows, SamplingMode.SAMPLED, adjusting)
         depths = torch.zeros(len(requests), 1, dtype=torch.int64, device=state.device)
         if isinstance(drafts, DraftTree):
             depths = torch.cat([depths, drafts.depths], dim=1)
@@ -130,8 +181,8 @@ class HostSampler(Sampler):
         self._history = _history(requests, state, drafts) if self._sampling.any_penalty else None
         self._forbidden = _forbidden(requests, state, depths, masks_of(requests, drafts))
 
-    def adjusted(self, logits: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002 - the host adjusts as it chooses
-        return logits
+    def adjusted(self, logits: Tensor, positions: Tensor, at: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        return logits  # the host adjusts as it chooses
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         places = positions.flatten()
@@ -198,20 +249,23 @@ def masks_of(requests: Sequence[Request], drafts: Tensor | DraftTree | None) -> 
     elif drafts is not None:
         tokens = drafts.tolist()
     for i, request in enumerate(requests):
-        constraint = request.constraint
-        if constraint is None or request.failure is not None:
-            continue
-        try:
-            if parents is None:
-                found[i] = constraint.masks(tokens[i])
-            else:
-                found[i] = _tree_masks(constraint, tokens[i], parents[i])
-        except Exception as error:  # the grammar's parser is not ours; whatever it does, it concerns one request
-            request.fail_constraint(error)
+        found[i] = masks_after(request, tokens[i], None if parents is None else parents[i])
     return found
 
 
-def _tree_masks(constraint: TokenConstraint, tokens: list[int], parents: list[int]) -> Masks:
+def masks_after(request: Request, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Masks | None:
+    """The same for one request, with a chain of drafts, or with a tree."""
+    constraint = request.constraint
+    if constraint is None or request.failure is not None:
+        return None
+    try:
+        return constraint.masks(tokens) if parents is None else _tree_masks(constraint, tokens, parents)
+    except Exception as error:  # the grammar's parser is not ours; whatever it does, it concerns one request
+        request.fail_constraint(error)
+        return None
+
+
+def _tree_masks(constraint: TokenConstraint, tokens: Sequence[int], parents: Sequence[int]) -> Masks:
     """Return the masks of a tree's verify rows: the root, then each node after itself."""
     rows: Masks = [None] * (len(tokens) + 1)
     covered: set[int] = set()

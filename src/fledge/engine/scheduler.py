@@ -72,6 +72,11 @@ class ScheduledBatch:
         return kind_of_round(self.decoding)
 
     @cached_property
+    def constrained(self) -> list[Request]:
+        """Those of its round with a constraint."""
+        return [request for request in self.decoding if request.constraint is not None]
+
+    @cached_property
     def needs_host(self) -> bool:
         """Whether its round does, for one of its requests."""
         return any(request.needs_host for request in self.decoding)
@@ -143,7 +148,9 @@ class Scheduler:
         # Drafts are verified as far as they are drafted now: some are left out if that is less than last time, and
         # places stay empty if it is more. A tree is verified as it was drafted, and so is what comes before one.
         verify = self._last_draft if draft.depth and (draft.is_tree or self._last_draft.is_tree) else draft
-        decoding = [r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight]
+        decoding = [
+            r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight and r.drafts is not None
+        ]
         for request in decoding:
             needed = len(request.tokens) + request.in_flight + self._ahead
             if not self.block_manager.has_room(request.table, needed) and request.phase is Phase.DECODE:
@@ -151,7 +158,8 @@ class Scheduler:
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
         budget = self.max_prefill_tokens - len(decoding) * (verify.depth + 1)
         beside = None
-        newcomers = len(self.running) - len(decoding) + min(len(self.waiting), len(self._free_rows))
+        newcomers = sum(r.phase is Phase.PREFILL for r in self.running) if len(decoding) < len(self.running) else 0
+        newcomers += min(len(self.waiting), len(self._free_rows))
         if newcomers and decoding and verify == draft and not any(request.needs_host for request in decoding):
             beside = along(len(decoding), draft)
         if beside is not None:
@@ -270,8 +278,7 @@ class Scheduler:
             victim = self._victim()
             if running[newcomer.parent] or running[victim.parent] < 2 or victim.priority < newcomer.priority:
                 return
-            if any(request.in_flight for request in self.running):
-                raise MustSettle
+            self._require_settled()
             self._preempt(victim)
 
     def _has_room(self, request: Request) -> bool:
@@ -310,12 +317,15 @@ class Scheduler:
     def _grow(self, request: Request, needed: int) -> None:
         """Allocate ahead for the next round; preempt from the back of the line until there is room."""
         while not self.block_manager.grow(request.table, needed):
-            if any(other.in_flight for other in self.running):
-                raise MustSettle
+            self._require_settled()
             victim = self._victim()
             self._preempt(victim)
             if victim is request:
                 return
+
+    def _require_settled(self) -> None:
+        if any(request.in_flight or request.drafts is None for request in self.running):
+            raise MustSettle
 
     def _preempt(self, request: Request) -> None:
         """Give up a request's row and blocks. It is read again from the start, or from what stays cached, later."""
@@ -336,7 +346,7 @@ class Scheduler:
     def _vacate(self, request: Request, *, preempted: bool) -> None:
         self._free_rows.append(request.running_row)
         self.block_manager.release(request.table)
-        request.row, request.phase = None, Phase.WAITING
+        request.row, request.phase, request.drafts = None, Phase.WAITING, ()
         request.preemptions += preempted
         self.preemptions += preempted
         request.settled = request.placed_blocks = request.in_flight = 0

@@ -194,6 +194,9 @@ class VllmEngine:
     ) -> None:
         """Nothing is left to do: vLLM is warm when it is ready."""
 
+    def work_ahead(self) -> bool:
+        return False
+
     def prepare_drafter(self, model: str) -> NoReturn:
         raise SwapRefusedError(f"{model}: {self.info.device} cannot be given another drafter here; start it anew")
 

@@ -185,6 +185,8 @@ class EngineWorker:
         try:
             while True:
                 is_idle = not self._engine.has_unfinished
+                while is_idle and not self._updates and not self._has_commands.poll(0) and self._engine.work_ahead():
+                    pass
                 while self._has_commands.poll(None if is_idle and not self._updates else 0):
                     method, given, named = self._commands.recv()
                     method(self, *given, **named)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.checkpoints import formats
+from fledge.checkpoints import formats, staging, weights
 from fledge.checkpoints.drafter import convert_drafter, load_drafter, save_drafter
 from fledge.checkpoints.target import load_target, read_target_config, save_target
 from fledge.errors import CheckpointError, CheckpointWarning
@@ -185,3 +186,27 @@ def test_a_format_is_one_file_for_target_and_drafter(tmp_path: Path, monkeypatch
     assert json.loads((tmp_path / "quantised/drafter/config.json").read_text())["quantization_config"]["bits"] == 8
     with pytest.raises(CheckpointError, match="quantised drafters are not converted"):
         convert_drafter(tmp_path / "quantised" / "drafter", tmp_path / "out", to="vllm")
+
+
+@pytest.mark.parametrize("sizes", [[(5, 3)], [(2, 3), (4, 3), (1, 3)], [(7,)], [()], [(0, 3), (4, 3)]], ids=str)
+def test_weights_in_pieces_from_several_threads_are_the_weights(
+    sizes: list[tuple[int, ...]],
+) -> None:
+    """As they go to a GPU: pieces of a few numbers, so that some end in the middle of a row."""
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(size, generator=generator).to(torch.bfloat16) for size in sizes]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    with ThreadPoolExecutor(3) as threads:
+        for found in threads.map(lambda _: staging.joined(parts, "cpu", piece_bytes=8), range(9)):
+            assert found.dtype == whole.dtype
+            assert torch.equal(found, whole)
+
+
+def test_a_target_loaded_from_several_threads_is_the_same(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_threads(make: Callable[[str], Any], of: Any, device: Any) -> Any:  # noqa: ARG001 - as if it were a GPU
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(make, of))
+
+    expected = logits_of(load_target(target))
+    monkeypatch.setattr(weights, "in_threads", in_threads)
+    assert torch.equal(logits_of(load_target(target)), expected)

@@ -210,8 +210,10 @@ def test_as_many_drafts_are_verified_as_pay() -> None:
     assert policy.admit(requests, 4, full, lambda *_: half_dead) == 32, "these very drafts are known"
     assert policy.admit(requests[:8], 4, full, unknown) is None, "a few rows more cost nothing"
     assert policy.admit(requests, 4, CostTable(), unknown) is None, "full rounds come first"
+    requests[3].adjusts = True
+    assert policy.admit(requests, 4, full, lambda *_: half_dead) is None, "the host adjusts its logits"
     requests[3].slot = 0
-    assert policy.admit(requests, 4, full, lambda *_: half_dead) is None, "its logits are adjusted place by place"
+    assert policy.admit(requests, 4, full, lambda *_: half_dead) == 32, "the device does"
 
 
 def test_rounds_that_may_pay_are_timed_and_full_ones_stay_among_them() -> None:

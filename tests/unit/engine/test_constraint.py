@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,14 @@ from torch import Tensor
 
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.target import save_target
-from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import SamplingRows, distribution
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.decoding.tree import DraftTree
+from fledge.engine import adjustments
 from fledge.engine.engine import LLMEngine
 from fledge.engine.request import Request
 from fledge.engine.sampler import masks_of
 from fledge.errors import ConfigError
-from fledge.kernels.sample import choose
 from tests.engine_cases import (
     EOS,
     TREE,
@@ -35,81 +35,10 @@ from tests.engine_cases import (
     run,
     sampled,
 )
+from tests.grammar_cases import FORCED, GRAMMARS, LOOSE, NARROW, PAIRS, Automaton, Moves, plain
 from tests.serving import make_llm
 from tests.tiny_models import TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
-
-Moves = dict[int, dict[int, int]]
-
-# After each state, the tokens that may come and the states they lead to. A state without moves is complete.
-PAIRS: Moves = {0: {2: 1, 3: 1, 4: 1}, 1: {5: 0, 0: 0, EOS: 2}, 2: {}}  # one of 2 3 4, then 5 or 0, ...
-NARROW: Moves = {state: {(state * 2) % VOCAB: state + 1, (state + 3) % VOCAB: state + 1} for state in range(10)}
-FORCED: Moves = {state: {token: state + 1} for state, token in enumerate((4, 4, 0, 2, 5, 3, 3, 3, 2, 0))}
-LOOSE: Moves = {0: {token: 0 if token != 3 else 1 for token in range(VOCAB)}, 1: {0: 0, 4: 0, 5: 1}}
-GRAMMARS = {"pairs": PAIRS, "narrow": NARROW, "forced": FORCED, "loose": LOOSE}
-
-
-class Automaton:
-    """The simplest honest constraint: a finite automaton over token ids."""
-
-    def __init__(self, moves: Moves) -> None:
-        self.moves, self.state = moves, 0
-        self.refused_drafts = self.taken_drafts = 0
-
-    def allowed(self) -> Tensor | None:
-        return self._mask(self.state)
-
-    def valid_prefix(self, tokens: Sequence[int]) -> int:
-        return len(self._states(tokens)) - 1
-
-    def masks(self, tokens: Sequence[int]) -> list[Tensor | None]:
-        states = self._states(tokens)
-        self.taken_drafts += len(states) - 1
-        self.refused_drafts += len(states) - 1 < len(tokens)
-        return [self._mask(state) for state in states]
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self.state = self.moves[self.state][token]
-
-    @property
-    def is_complete(self) -> bool:
-        return not self.moves.get(self.state)
-
-    def _states(self, tokens: Sequence[int]) -> list[int]:
-        states = [self.state]
-        for token in tokens:
-            following = self.moves.get(states[-1], {}).get(token)
-            if following is None:
-                break
-            states.append(following)
-        return states
-
-    def _mask(self, state: int) -> Tensor | None:
-        after = self.moves.get(state, {})
-        if len(after) == VOCAB:
-            return None
-        mask = torch.zeros(VOCAB, dtype=torch.bool)
-        mask[list(after) or [EOS]] = True
-        return mask
-
-
-def plain(ask: Ask, moves: Moves) -> tuple[list[int], str]:
-    """Masked decoding, one token at a time, and nothing else."""
-    constraint, tokens = Automaton(moves), list(ask.prompt)
-    stops = set(ask.params.stop_token_ids) | set(() if ask.params.ignore_eos else ask.eos_ids)
-    rows = SamplingRows.from_params([ask.params], [ask.seed], vocab_size=VOCAB)
-    while True:
-        mask = constraint.allowed()
-        forbidden = None if mask is None else ~mask[None]
-        probs = distribution(next_logits(tokens), rows, forbidden=forbidden)
-        tokens.append(int(choose(probs, uniform(rows.seed, torch.tensor([len(tokens)]), Stream.CHOICE))))
-        constraint.accept(tokens[-1:])
-        output = tokens[len(ask.prompt) :]
-        if tokens[-1] in stops or constraint.is_complete:
-            return output, "stop"
-        if len(output) == ask.params.max_tokens:
-            return output, "length"
 
 
 def submit(engine: LLMEngine, asks: Sequence[Ask], moves: Sequence[Moves | None]) -> list[Request]:
@@ -175,6 +104,27 @@ def test_a_mixed_batch_has_the_tokens_of_plain_masked_loops(kind: str) -> None:
         assert sum(accepted_drafts(request.acceptance) for request in requests if request.constraint is not None) > 3
 
 
+def test_others_go_on_while_a_grammar_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it they have a round in every step, read one late, as a graph; it has one in every other."""
+    monkeypatch.setattr("fledge.engine.programs.HostSampler", None)
+    steps, asks = [], [greedy((2, 3, 4)[: 1 + i], 20) for i in range(3)]
+    for moves in (None, PAIRS):
+        engine = make_engine(drafts=drafter(), depth=0, read_late=True, graphs=True)
+        requests = submit(engine, [greedy((5, 5), 8), *asks], [moves, None, None, None])
+        constrained, others, rounds = requests[0], requests[1:], Counter[bool]()
+        steps.append(0)
+        while others[0].finish_reason is None:
+            engine.step()
+            steps[-1] += 1
+            if engine._in_flight is not None and constrained.finish_reason is None:
+                assert set(others) <= set(engine._in_flight.batch.requests)
+                rounds[constrained in engine._in_flight.batch.decoding] += 1
+        run(engine)
+        assert constrained.output == (answer_of if moves is None else partial(plain, moves=PAIRS))(greedy((5, 5), 8))[0]
+    assert steps[0] == steps[1]
+    assert abs(rounds[True] - rounds[False]) <= 2, rounds
+
+
 @pytest.mark.parametrize("name", ["eagle1", "reduced-vocabulary"])
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_every_grammar_and_drafter(grammar: str, name: str) -> None:
@@ -204,9 +154,11 @@ def exact(prompt: tuple[int, ...], moves: Moves, length: int, temperature: float
     return found
 
 
-def test_sampled_drafts_are_judged_against_the_masked_distribution() -> None:
+@pytest.mark.parametrize("slots", [8, 192], ids=["the host masks", "the device masks"])
+def test_sampled_drafts_are_judged_against_the_masked_distribution(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square over all answers of three tokens. Drawing a refused draft's correction from p itself fails it."""
-    prompt, length, runs, batch = (2, 3, 4), 3, 1920, 192
+    monkeypatch.setattr(adjustments, "SLOTS", slots)
+    prompt, length, runs, batch = (2, 3, 4), 3, 1152, 192
     # Most tokens that the drafter likes are refused; what is left is split unevenly.
     moves: Moves = {0: {2: 1, 3: 1, 0: 1}, 1: {5: 2, 0: 2, 4: 2}, 2: {2: 3, 4: 3, 5: 3}, 3: {0: 3, 1: 3, 2: 3}}
     expected = exact(prompt, moves, length, temperature=1.0)
@@ -217,6 +169,7 @@ def test_sampled_drafts_are_judged_against_the_masked_distribution() -> None:
         requests = submit(engine, asks, [moves] * batch)
         while engine.has_unfinished:
             engine.step()
+        assert any(request.slot is None for request in requests) == (slots < batch)
         seen.update(tuple(request.output) for request in requests)
     assert set(seen) <= set(expected), "an answer outside the grammar"
     usual = {answer: mass * runs for answer, mass in expected.items() if mass * runs >= 5}

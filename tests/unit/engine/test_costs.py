@@ -144,6 +144,22 @@ def test_warming_up_measures_what_rounds_cost() -> None:
     assert seen[-1] == (12, 12)
 
 
+def test_warming_up_times_graphs_of_their_own_size_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs in a larger one would be timed twice; rounds of fewer drafts are timed when they are wanted."""
+    policy = AdaptiveDepth(3, 16)
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), max_num_seqs=16, policy=policy, graphs=True)
+    timed: list[tuple[int, Arm, RequestKind]] = []
+    monkeypatch.setattr(type(engine.runner), "time_round", lambda _, *of: timed.append(of) or 0.02)
+    engine.warm_up()
+    greedy, sampled = (
+        [batch for batch, arm, of in timed if arm == Arm(3) and of is kind]
+        for kind in (RequestKind.GREEDY, RequestKind.SAMPLED)
+    )
+    assert greedy == [size for size in (1, 4, 16, 2, 8) for _ in range(3)], "ends first, then what lies between"
+    assert sampled == [size for size in (1, 4, 16) for _ in range(3)]
+    assert engine._costs.tables[RequestKind.SAMPLED].cost(8, Arm(3)) == 0.02, "by what lies around it"
+
+
 def test_what_was_measured_is_found_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

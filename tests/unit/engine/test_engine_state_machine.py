@@ -1,7 +1,7 @@
 """The engine against the reference loop, whatever happens in whatever order.
 
 Hypothesis joins, aborts, steps and changes what is drafted at will, or the costs by which the controller chooses it,
-and how many drafts are verified, on pools that are too small, with prompts that share prefixes, with chains, with
+and how many drafts are verified, on pools that are too small, with prompts that share prefixes, with grammars, chains,
 chains and trees by turns, with drafts that are sampled for every other request, with keys and values in eight bits,
 reading at once or one launch late, with and without (stand-ins for) graphs, prompts in one pass with rounds and apart.
 Every request that ends must have the reference's tokens, every aborted one a prefix of them, and between steps every
@@ -14,12 +14,14 @@ import os
 from collections import Counter, defaultdict
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Speculation
+from fledge.engine import graphs as engine_graphs
 from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
@@ -40,6 +42,7 @@ from tests.engine_cases import (
     make_engine,
     verify_share,
 )
+from tests.grammar_cases import GRAMMARS, Automaton, Moves, plain
 from tests.mixing_cases import mix
 
 EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
@@ -48,6 +51,7 @@ COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH 
 ARMS = st.one_of(st.just(PLAIN), st.builds(Arm, st.integers(1, MAX_DEPTH), st.booleans()))
 CHOSEN: Counter[Arm] = Counter()  # by the controller, in all runs together
 ADMITTED: Counter[bool] = Counter()  # rounds that verified some drafts only, and others
+SAT_OUT: Counter[bool] = Counter()  # steps that a request with a grammar sat out while others did not, and others
 MIXED: Counter[bool] = Counter()  # steps with prompts that were one pass, and others that might have been
 SHARES = st.sampled_from([None, None, 0.0, 0.2, 0.4, 0.5, 0.7, 1.0])  # of the drafts of a round
 
@@ -169,12 +173,15 @@ class EngineMachine(RuleBasedStateMachine):
         if mixing:
             mix(self.engine, bound).steps = MIXED
         self.asked: list[tuple[Ask, Request]] = []
+        self.grammars: dict[str, Moves] = {}
         self.told: defaultdict[str, list[RequestUpdate]] = defaultdict(list)
 
-    @rule(ask=ASKS)
-    def add(self, ask: Ask) -> None:
-        request = ask.submit(self.engine, str(len(self.asked)), parent=f"parent-{len(self.asked) // 3}")
-        self.asked.append((ask, request))
+    @rule(ask=ASKS, grammar=st.sampled_from([None, None, None, *GRAMMARS.values()]))
+    def add(self, ask: Ask, grammar: Moves | None = None) -> None:
+        name, constraint = str(len(self.asked)), None
+        if grammar is not None and self.kind != "sampled":
+            self.grammars[name], constraint = grammar, Automaton(grammar)
+        self.asked.append((ask, ask.submit(self.engine, name, f"parent-{len(self.asked) // 3}", constraint)))
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -185,8 +192,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
         for _ in range(times):
+            waiting = [one for one in self.engine.scheduler.running if one.drafts is None]
             for update in self.engine.step():
                 self.told[update.request_id].append(update)
+            launch = self.engine._in_flight
+            if waiting and launch is not None:
+                SAT_OUT[bool(launch.batch.decoding) and waiting[0] not in launch.batch.decoding] += 1
             self.engine.check_integrity()
 
     @precondition(lambda self: self.asked)
@@ -236,7 +247,11 @@ class EngineMachine(RuleBasedStateMachine):
             speculation = None
             if request.sample_drafts and self.arm.depth and self.drafter is not None:
                 speculation = Speculation(drafter=self.drafter, depth=self.arm.depth, sample_drafts=True)
-            tokens, reason = answer_of(ask, speculation, self.max_length, self.kv_cache_dtype)
+            tokens, reason = (
+                plain(ask, self.grammars[request.id], self.max_length, self.kv_cache_dtype)
+                if request.id in self.grammars
+                else answer_of(ask, speculation, self.max_length, self.kv_cache_dtype)
+            )
             if request.finish_reason == "abort":
                 assert request.output == tokens[: request.num_output]
             else:
@@ -248,7 +263,8 @@ class EngineMachine(RuleBasedStateMachine):
                 assert [entry.token for entry in entries] == request.output
 
 
-def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
+def test_the_engine_gives_the_references_tokens_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_graphs, "OFTEN", 4)  # so that some are captured while requests run
     for kind, examples in KINDS.items():
         run_state_machine_as_test(
             type(f"Engine of {kind}", (EngineMachine,), {"kind": kind}),
@@ -266,5 +282,6 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
         return
     assert min(ADMITTED.values()) > 20, ADMITTED
     assert MIXED[True] > 50, MIXED
+    assert min(SAT_OUT.values()) > 5, SAT_OUT
     often = {arm for arm in CHOSEN if CHOSEN[arm] > 5}
     assert len(often) > 3, CHOSEN

@@ -13,7 +13,8 @@ from fledge.engine import graphs
 from fledge.engine.admission import Budgets
 from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.engine import LLMEngine
-from fledge.engine.graphs import PROMPT_CHUNKS, PROMPT_TOKENS, PromptProgram, RoundProgram, batch_sizes
+from fledge.engine.graphs import PROMPT_CHUNKS, PROMPT_TOKENS, batch_sizes
+from fledge.engine.programs import PromptProgram, RoundProgram
 from fledge.engine.sampler import SamplingMode
 from tests.engine_cases import (
     TREE,
@@ -103,22 +104,69 @@ def test_rounds_of_fewer_drafts_are_captured_where_they_may_pay() -> None:
     }
 
 
-def test_warm_up_captures_every_size() -> None:
-    cold = make_engine(drafts=drafter(), max_num_seqs=3, graphs=True)
-    warm = make_engine(drafts=drafter(), max_num_seqs=3, max_num_batched_tokens=40, graphs=True)
+def test_an_engine_is_ready_with_a_few_sizes_and_captures_the_others_when_it_has_time() -> None:
+    engine = make_engine(drafts=drafter(), max_num_seqs=12, max_num_batched_tokens=40, graphs=True)
     seen: list[tuple[int, int]] = []
-    warm.warm_up(lambda done, total: seen.append((done, total)))
-    assert {key.batch for key in round_keys(warm)} == {1, 2, 3}
-    assert {(key.tokens, key.chunks) for key in prompt_keys(warm)} == {(32, 1), (64, 1), (64, 4)}
-    assert {key.sampling for key in round_keys(warm)} == {SamplingMode.GREEDY, SamplingMode.SAMPLED}
+    engine.warm_up(lambda done, total: seen.append((done, total)))
+    sizes = {
+        mode: sorted(key.batch for key in round_keys(engine) if key.sampling is mode)
+        for mode in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
+    }
+    assert sizes == {SamplingMode.GREEDY: [1, 2, 4, 8, 12], SamplingMode.SAMPLED: [1, 4, 12]}
+    assert {(key.tokens, key.chunks) for key in prompt_keys(engine)} == {(64, 4)}
     assert seen == [(done, 9) for done in range(10)]
-    asks = [greedy([2, 3, 4], 40), greedy([5], 40)]
+
+    asks = [greedy([2, 3, 4], 10), sampled([5], 9, seed=3), greedy([4], 20), greedy([5, 2], 12)]
     expected = [answer_of(ask)[0] for ask in asks]
-    for engine in (cold, warm):
-        assert answers(engine, asks) == expected
-        assert all(report.seconds.verify > 0 for report in engine.stats().rounds)
-    warm.warm_up(lambda done, total: seen.append((done, total)))
+    assert engine.runner.graphs is not None
+    ready = set(engine.runner.graphs.captured)
+    assert answers(engine, asks) == expected
+    assert set(engine.runner.graphs.captured) == ready, "they ran with more padding"
+
+    before = len(ready)
+    requests = [ask.submit(engine, f"late {i}") for i, ask in enumerate(asks)]
+    while engine.has_unfinished:
+        engine.step()
+        if engine.work_ahead() and len(engine.runner.graphs.captured) > before:  # at first, long prompts are compiled
+            assert len(engine.runner.graphs.captured) == before + 1, "more than one holds up whoever comes"
+            before += 1
+    assert [request.output for request in requests] == expected
+    assert before > len(ready)
+    while engine.work_ahead():
+        pass
+    assert {key.filtering for key in round_keys(engine) if key.batch == 12} == {0, 1, 12}, "for top-p and the like"
+    assert {key.batch for key in round_keys(engine)} == {1, 2, 3, 4, 6, 8, 12}
+    assert {(key.tokens, key.chunks) for key in prompt_keys(engine)} == {(32, 1), (64, 1), (64, 4)}
+    everything = len(engine.runner.graphs.captured)
+    assert answers(engine, asks) == expected
+    assert len(engine.runner.graphs.captured) == everything
+    engine.warm_up(lambda done, total: seen.append((done, total)))
     assert seen[-1] == (0, 0), "nothing is captured twice"
+
+
+def test_what_is_wanted_often_is_captured_though_there_is_never_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "OFTEN", 6)
+    engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
+    engine.warm_up()
+    asks = [greedy([2, 3, 4], 30), greedy([5], 30), greedy([3], 30)]
+    assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
+    assert {key.batch for key in round_keys(engine) if key.sampling is SamplingMode.GREEDY} == {1, 2, 3, 4, 8}
+
+
+def test_of_kinds_that_are_not_captured_ahead_one_size_serves_the_smaller_ones() -> None:
+    engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
+    engine.warm_up()
+    asks = [greedy([2, 3, 4], 8 + 4 * n, logprobs=2) for n in range(4)]
+    assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
+    assert {key.batch for key in round_keys(engine) if key.asked} == {4}
+
+
+def test_what_cannot_be_captured_ahead_is_left_and_nobody_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
+    engine.warm_up()
+    monkeypatch.setattr(CpuGraphs, "run_once", lambda *_: 1 / 0)
+    assert not engine.work_ahead()
+    assert answers(engine, [greedy([2, 3, 4], 8)]) == [answer_of(greedy([2, 3, 4], 8))[0]]
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "plain"])

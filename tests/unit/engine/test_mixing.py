@@ -8,7 +8,6 @@ import pytest
 from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.mixing import MixedProgram, Mixing
 from fledge.engine.runner import Runner
-from fledge.engine.sampler import SamplingMode
 from tests.engine_cases import (
     TREE,
     Ask,
@@ -102,12 +101,12 @@ def test_one_pass_is_taken_where_it_takes_less_time_and_prompts_are_cut_to_two_r
     for one in candidates:
         if one.round.draft == PLAIN and one.prompts.tokens < 256:
             one = MixedProgram(  # noqa: PLW2901 - of its tokens one at least is padding
-                one.round._replace(sampling=SamplingMode.FILTERED),
+                one.round._replace(filtering=1),
                 one.prompts._replace(tokens=one.prompts.tokens - 1),
             )
             pays = one.round.batch == 16 and one.prompts.tokens == 63  # by 1.4 rounds
             assert (mixing.takes(one), mixing.takes(one, than=1.3), mixing.takes(one, than=1.5)) == (pays, pays, False)
-    assert {program.sampling for program, _ in graphs.captured} == {SamplingMode.FILTERED}, "when it is needed"
+    assert {program.filtering for program, _ in graphs.captured} == {1}, "when it is needed"
 
 
 def test_warm_up_measures_both_and_requests_then_run_through_these_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +121,9 @@ def test_warm_up_measures_both_and_requests_then_run_through_these_graphs(monkey
     seen: list[tuple[int, int]] = []
     engine.warm_up(lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1]
+    assert engine.runner.mixing.along(3, Arm(3)) is None
+    while engine.work_ahead():
+        pass
     assert engine.runner.mixing.along(3, Arm(3)) == (Arm(3), 63)
     assert engine.runner.graphs is not None
     known = set(engine.runner.graphs.captured)

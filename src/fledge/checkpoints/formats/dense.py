@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fledge.checkpoints import staging
 from fledge.checkpoints.tensors import TensorInfo
 from fledge.layers.linear import Linear
 
@@ -80,6 +81,8 @@ def dense_tensor(parts: Sequence[Tensor], like: Tensor, placement: Placement) ->
     Always a copy: tensors mapped from a file are badly aligned, and would change with the file.
     """
     dtype = placement.dtype if like.is_floating_point() else like.dtype
+    if torch.device(placement.device).type == "cuda" and len({part.dtype for part in parts}) == 1:
+        return staging.joined(parts, placement.device).to(dtype)
     if len(parts) == 1:
         return parts[0].to(device=placement.device, dtype=dtype, copy=True)
     return torch.cat(list(parts)).to(device=placement.device, dtype=dtype)

@@ -4,7 +4,8 @@ The grid is fixed by what the host knows: `slots` pieces that run at once and on
 of which sequence a program has, it works out from all lengths, so that pieces are about equally long whatever mix of
 lengths a replayed graph meets: one captured grid serves every length up to the bound, a long sequence among short ones
 is spread over the GPU, and programs left without a piece exit at once. Sequences of several pieces leave partial
-results, which a second kernel combines in a fixed order: results do not vary from run to run.
+results, which a second kernel combines in a fixed order: results do not vary from run to run. Lengths are there before
+the kernel that stores the keys begins, so both kernels read them before they wait for it.
 """
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in
@@ -65,7 +66,6 @@ def piece_kernel(
     are multiplied apart. GPUs load matrices of 16 bits as their products want them, turned around or not; none of 8.
     """
     per_element: tl.constexpr = 2 if CODED else 1  # dimensions in an element of the caches
-    begin_overlapped(OVERLAP)
     query_ptr, key_ptr, value_ptr = attended
     out_ptr, partial_ptr, lse_ptr = results
     lengths_ptr, starts_ptr = sequences
@@ -80,6 +80,9 @@ def piece_kernel(
     numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
     ends = cut if BLOCK_B == 1 else tl.cumsum(cut, axis=0)
     sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)  # the one this unit belongs to
+    begin_overlapped(OVERLAP)
+    if not DIRECT:  # the combination; else it is a linear layer that comes
+        let_successor_in(OVERLAP)
     if sequence >= batch:
         return
     first_unit, pieces = _units_of(sequence, numbers, cut)
@@ -176,7 +179,8 @@ def piece_kernel(
             odd_acc = tl.dot(weights, odd_value, odd_acc * decay[:, None], input_precision=PRECISION)
         acc = tl.dot(weights, value, acc * decay[:, None], input_precision=PRECISION)
 
-    let_successor_in(OVERLAP)
+    if DIRECT:
+        let_successor_in(OVERLAP)
     if SINKS and (DIRECT or pieces == 1):  # else it is for the combination to add, once
         total += sink_weight(sinks_ptr, head, row_inside, peak)
     if CODED:
@@ -220,16 +224,16 @@ def combine_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Program (ROWS rows, KV head, sequence): pieces, PIECES at a time, weighted by their share of the softmax."""
-    begin_overlapped(OVERLAP)
     out_ptr, partial_ptr, lse_ptr = results
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     limits = (batch, num_keys, window, slots, min_split)
     numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
     first_unit, pieces = _units_of(sequence, numbers, cut)
+    first_query, own_queries = _queries_of(sequence, sequences[1], num_queries, RAGGED)
+    begin_overlapped(OVERLAP)
     if pieces == 1:
         return  # written already
-    first_query, own_queries = _queries_of(sequence, sequences[1], num_queries, RAGGED)
     own_rows = own_queries * GROUP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_D)
@@ -268,8 +272,8 @@ def _queries_of(sequence, starts_ptr, num_queries, RAGGED: tl.constexpr):
     first = sequence.to(tl.int64) * num_queries
     count = num_queries
     if RAGGED:
-        first = tl.load(starts_ptr + sequence).to(tl.int64)
-        count = tl.load(starts_ptr + sequence + 1).to(tl.int32) - first.to(tl.int32)
+        first = tl.load(starts_ptr + sequence, cache_modifier=".cg").to(tl.int64)
+        count = tl.load(starts_ptr + sequence + 1, cache_modifier=".cg").to(tl.int32) - first.to(tl.int32)
     return first, count
 
 
@@ -298,9 +302,10 @@ def _cut(
     lengths_ptr, starts_ptr = sequences
     sequence = tl.arange(0, BLOCK_B)
     if RAGGED:
-        first = tl.load(starts_ptr + sequence, mask=sequence < batch, other=0)
-        num_keys = (tl.load(starts_ptr + sequence + 1, mask=sequence < batch, other=0) - first).to(tl.int32)
-    context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0).to(tl.int32)
+        first = tl.load(starts_ptr + sequence, mask=sequence < batch, other=0, cache_modifier=".cg")
+        end = tl.load(starts_ptr + sequence + 1, mask=sequence < batch, other=0, cache_modifier=".cg")
+        num_keys = (end - first).to(tl.int32)
+    context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0, cache_modifier=".cg").to(tl.int32)
     _, span = _key_span(context, num_keys, window, BLOCK_N, WINDOW, CHUNKED)
     span = tl.where(sequence < batch, span, 0)
     length = tl.maximum(tl.cdiv(tl.sum(span, axis=0), slots), min_split)

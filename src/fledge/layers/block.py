@@ -259,12 +259,11 @@ class DecoderLayer(nn.Module):
         """Each [*lead, hidden_size]; `stream` is None before the first layer. Returns the new (update, stream)."""
         if self.input_layernorm is None:
             stream = update if stream is None else stream + update
-            normed = stream
+            attended = self.self_attn(stream, rotation, storage)
         elif stream is None:
-            normed, stream = self.input_layernorm(update), update
+            attended, stream = self.self_attn(self.input_layernorm(update), rotation, storage), update
         else:
-            normed, stream = self.input_layernorm.add(update, stream)
-        attended = self.self_attn(normed, rotation, storage)
+            attended, stream = self.self_attn.after_norm(self.input_layernorm, update, stream, rotation, storage)
         if self.post_feedforward_layernorm is None:
             if isinstance(self.mlp, SparseMLP):
                 return self.mlp.after_norm(self.post_attention_layernorm, attended, stream)

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 from triton.runtime.driver import driver
 
-from fledge.kernels import _overlap, invariant_attention, skinny_linear
+from fledge.kernels import _overlap, invariant_attention
 from fledge.kernels.invariant_linear import choose_tiles, tiled_linear
 from fledge.layers.config import LatentConfig
 from tests.unit.kernels import (
@@ -126,8 +126,6 @@ CASES["prefill_attention latent fp8"] = partial(
 )
 for columns in (28672, 5120, 4096, 2048):
     CASES[f"skinny_linear {columns}"] = partial(cases.skinny_linear, 1, columns, 2048, BF16, CPU)
-    launch = skinny_linear.choose_launch(rows=1, columns=columns, processors=132)
-    CASES[f"add_norm_linear {columns}"] = partial(cases.add_norm_linear, 1, columns, 2048, BF16, CPU, launch)
 CASES["rope_store fp8"] = partial(code_cases.rope_store, 32, 8, 128, BF16, CPU)
 for head_dim in (64, 128):
     CASES[f"invariant_attention {head_dim}"] = partial(_invariant_attention, head_dim)

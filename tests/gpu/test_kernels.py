@@ -16,7 +16,6 @@ if torch.cuda.is_available():
 
 from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
-from fledge.kernels.skinny_linear import choose_launch as choose_skinny_launch
 from fledge.kernels.skinny_quantized import choose_launch
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.layers.block import SparseMLP
@@ -87,11 +86,6 @@ def skinny_linear() -> None:
         for rows in (1, 3, 8, 9, 16):
             for columns, size in ((28672, 4096), (6144, 4096), (4096, 14336), (2048, 2048), (5120, 2048), (1001, 512)):
                 cases.skinny_linear(rows, columns, size, dtype, GPU)
-    for rows in (1, 3):
-        for columns, size in ((28672, 4096), (6144, 4096), (5120, 2048), (4096, 4096), (3648, 2048)):
-            launch = choose_skinny_launch(rows=rows, columns=columns, processors=132)
-            assert launch is not None
-            cases.add_norm_linear(rows, columns, size, BF16, GPU, launch)
 
 
 @check

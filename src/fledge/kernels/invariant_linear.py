@@ -60,7 +60,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     if size % 512 == 0 and has_room(x.device):
         few = choose_launch(rows=rows, columns=columns, processors=available)
         if few is not None:
-            return skinny_linear_triton(x, weight, bias, launch=few)[0]
+            return skinny_linear_triton(x, weight, bias, launch=few)
     return tiled_linear(x, weight, bias, choose_tiles(rows=rows, columns=columns, size=size, processors=available))
 
 

@@ -7,12 +7,9 @@ W and walks along them, so nothing is left to add up in a second kernel. There a
     narrow  it has not: blocks of 16 or 32 rows, which all run at once, and each warp of a program has every fourth
             step along them; as one chain of dependent products, the steps would take longer than reading W does
 
-The norm before a product of few rows can be part of it (`add_norm_linear`): its weight is multiplied with x on the way,
-and the row's scale, which is known when the row has been walked along, with what comes out. A launch less.
-
 Tolerance: products are summed in float32 as in cuBLAS, in another order. So results differ where the rounding at the
 end falls the other way: by one unit in the last place of numbers of the size of the largest terms. A row's result
-does not depend on the other rows. A norm within is rounded once, where `rms_norm` rounds twice.
+does not depend on the other rows.
 """
 
 import torch
@@ -23,7 +20,6 @@ from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapp
 from fledge.kernels._triton import as_rows, has_room, next_power_of_two, processors, runs_triton, tl, triton
 
 CHAINS = 4  # of a narrow walk: one for each warp
-FEW_ROWS = 4  # with more, norming them in every program takes longer than a launch
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,24 +27,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if runs_triton(x, weight, bias) and _suits(x, weight):
         launch = choose_launch(rows=x.numel() // x.shape[-1], columns=weight.shape[0], processors=processors(x.device))
         if launch is not None:
-            return skinny_linear_triton(x, weight, bias, launch=launch)[0]
+            return skinny_linear_triton(x, weight, bias, launch=launch)
     return F.linear(x, weight, bias)
-
-
-def add_norm_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """Return (linear(rms_norm(x + residual)), x + residual) of a few rows in bfloat16 on a GPU; None of others.
-
-    In float16 a row that is not normed yet may be too large for its norm's weight.
-    """
-    rows, is_alike = x.numel() // x.shape[-1], x.dtype == residual.dtype == norm_weight.dtype == torch.bfloat16
-    if rows > FEW_ROWS or not (is_alike and runs_triton(x, residual, norm_weight, weight, bias) and _suits(x, weight)):
-        return None
-    launch = choose_launch(rows=rows, columns=weight.shape[0], processors=processors(x.device))
-    if launch is None:
-        return None
-    return skinny_linear_triton(x, weight, bias, launch=launch, norm=(residual, norm_weight, eps))
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
@@ -90,55 +70,36 @@ def narrow_step(columns: int, processors: int) -> int | None:
     return 128 if columns >= 30 * processors else 64
 
 
-def skinny_linear_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    launch: dict[str, int],
-    norm: tuple[Tensor, Tensor, float] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return x W^T + bias; with a `norm` (residual, weight, eps), of the normed sum, and that sum; else x again."""
+def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch: dict[str, int]) -> Tensor:
     columns, size = weight.shape
-    rows, total = as_rows(x), x
-    added, norm_weight, eps = rows, weight, 0.0
-    if norm is not None:
-        added, norm_weight, eps = as_rows(norm[0]), norm[1], norm[2]
-        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = as_rows(x)
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
-    block = max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0]))
     _skinny_kernel[(triton.cdiv(columns, launch["BLOCK_N"]),)](
         rows,
-        (added, norm_weight, total),
         weight,
         weight if bias is None else bias,
         out,
         rows.shape[0],
-        (rows.stride(0), added.stride(0)),
-        eps,
+        rows.stride(0),
         COLUMNS=columns,
         SIZE=size,
-        BLOCK_M=block,
+        BLOCK_M=max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0])),
         BIAS=bias is not None,
-        NORM=norm is not None,
-        ROWS=1 if norm is not None and rows.shape[0] == 1 else block,
         num_warps=4,
         **launch,
         **overlapping(x.device),
     )
-    return out, total
+    return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     x_ptr,
-    norm,
     weight_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
-    strides,
-    eps,
+    x_stride,
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -146,56 +107,32 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Write columns of out [rows, columns]. If not WIDE, four steps at once are a batch of products, one per warp.
-
-    With NORM the first program writes the sum that is normed. Of x there are ROWS rows, or one that stands for all.
-    """
+    """Write columns of out [rows, columns]. If not WIDE, four steps at once are a batch of products, one per warp."""
     groups: tl.constexpr = 4  # CHAINS
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
-    residual_ptr, norm_ptr, total_ptr = norm
-    x_stride, residual_stride = strides
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
-    x_row = tl.arange(0, ROWS)
     weight_row = tl.minimum(column, COLUMNS - 1).to(tl.int64) * SIZE
     if WIDE:
-        step = tl.arange(0, BLOCK_K)[None, :]
-        at = x_row[:, None]
-        weight_at = weight_ptr + weight_row[:, None] + step
+        step = tl.arange(0, BLOCK_K)
+        weight_at = weight_ptr + weight_row[:, None] + step[None, :]
+        x_at = x_ptr + row[:, None] * x_stride + step[None, :]
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+        for start in range(0, SIZE, BLOCK_K):
+            x = tl.load(x_at + start, mask=(row < num_rows)[:, None], other=0.0)
+            acc = tl.dot(tl.load(weight_at + start), tl.trans(x), acc)
     else:
         step = tl.arange(0, groups)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-        at = x_row[None, :, None]
         weight_at = weight_ptr + weight_row[None, :, None] + step
-        acc = tl.zeros([groups, BLOCK_N, BLOCK_M], tl.float32)
-        squares = tl.zeros([groups, ROWS, BLOCK_K], tl.float32)
-    x_at = x_ptr + at * x_stride + step
-    there = at < num_rows
-    for start in range(0, SIZE, BLOCK_K if WIDE else groups * BLOCK_K):
-        x = tl.load(x_at + start, mask=there, other=0.0)
-        weight = tl.load(weight_at + start)
-        if NORM:
-            residual = tl.load(residual_ptr + at * residual_stride + step + start, mask=there, other=0.0)
-            scale = tl.load(norm_ptr + step + start)
-            total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-            tl.store(total_ptr + at * SIZE + step + start, total, mask=there & (tl.program_id(0) == 0))
-            squares += total.to(tl.float32) * total.to(tl.float32)
-            x = (total.to(tl.float32) * scale.to(tl.float32)).to(x.dtype)
-        if WIDE:
-            acc = tl.dot(weight, tl.trans(x.broadcast_to([BLOCK_M, BLOCK_K])), acc)
-        else:
-            acc = tl.dot(weight, tl.permute(x.broadcast_to([groups, BLOCK_M, BLOCK_K]), 0, 2, 1), acc)
-    if not WIDE:
-        acc = _add_chains(acc, BLOCK_N, BLOCK_M)
-        squares = tl.sum(squares, axis=0)
-    if NORM:
-        acc *= (1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / SIZE + eps))[None, :]
+        x_at = x_ptr + row[None, :, None] * x_stride + step
+        products = tl.zeros([groups, BLOCK_N, BLOCK_M], tl.float32)
+        for start in range(0, SIZE, groups * BLOCK_K):
+            x = tl.load(x_at + start, mask=(row < num_rows)[None, :, None], other=0.0)
+            products = tl.dot(tl.load(weight_at + start), tl.permute(x, 0, 2, 1), products)
+        acc = _add_chains(products, BLOCK_N, BLOCK_M)
     inside = (column < COLUMNS)[:, None] & (row < num_rows)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[:, None]

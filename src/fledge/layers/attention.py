@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.cache_codes import Scales
 from fledge.layers.config import LayerConfig
-from fledge.layers.linear import Linear, RMSNorm, linear_after_norm, norm_of
+from fledge.layers.linear import Linear, RMSNorm, norm_of
 from fledge.layers.rope import Rotation
 
 
@@ -155,18 +155,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
         """x [*lead, input_size] -> [*lead, hidden_size]."""
-        return self._attend(self.qkv_proj(x), rotation, storage)
-
-    def after_norm(
-        self, norm: RMSNorm, x: Tensor, residual: Tensor, rotation: Rotation, storage: KeyValueStorage
-    ) -> tuple[Tensor, Tensor]:
-        """Return (self(norm(x + residual)), x + residual), with the norm as part of the projection."""
-        qkv, total = linear_after_norm(self.qkv_proj, norm, x, residual)
-        return self._attend(qkv, rotation, storage), total
-
-    def _attend(self, qkv: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
         heads = ProjectedHeads(
-            qkv=qkv,
+            qkv=self.qkv_proj(x),
             rotation=rotation,
             config=self.config,
             q_norm=self.q_norm,

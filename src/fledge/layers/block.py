@@ -259,11 +259,12 @@ class DecoderLayer(nn.Module):
         """Each [*lead, hidden_size]; `stream` is None before the first layer. Returns the new (update, stream)."""
         if self.input_layernorm is None:
             stream = update if stream is None else stream + update
-            attended = self.self_attn(stream, rotation, storage)
+            normed = stream
         elif stream is None:
-            attended, stream = self.self_attn(self.input_layernorm(update), rotation, storage), update
+            normed, stream = self.input_layernorm(update), update
         else:
-            attended, stream = self.self_attn.after_norm(self.input_layernorm, update, stream, rotation, storage)
+            normed, stream = self.input_layernorm.add(update, stream)
+        attended = self.self_attn(normed, rotation, storage)
         if self.post_feedforward_layernorm is None:
             if isinstance(self.mlp, SparseMLP):
                 return self.mlp.after_norm(self.post_attention_layernorm, attended, stream)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.latent_heads import absorb_and_store, take_values
-from fledge.kernels.skinny_linear import add_norm_linear, linear
+from fledge.kernels.skinny_linear import linear
 from fledge.layers.attention import AttentionSpec, CachedHeads, KeyValueStorage
 from fledge.layers.config import LatentConfig, LayerConfig
 from fledge.layers.linear import Linear, RMSNorm, join_rows
@@ -145,30 +145,13 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
         """x [*lead, input_size] -> [*lead, hidden_size]."""
         if self._joined is None:
-            return self._attend(self._first(x), self.kv_a_proj_with_mqa(x), rotation, storage)
-        return self._attend_joined(linear(x, self._joined), rotation, storage)
-
-    def after_norm(
-        self, norm: RMSNorm, x: Tensor, residual: Tensor, rotation: Rotation, storage: KeyValueStorage
-    ) -> tuple[Tensor, Tensor]:
-        """Return (self(norm(x + residual)), x + residual), with the norm as part of the joined product."""
-        if self._joined is not None and type(norm) is RMSNorm:
-            found = add_norm_linear(x, residual, norm.weight, norm.eps, self._joined)
-            if found is not None:
-                return self._attend_joined(found[0], rotation, storage), found[1]
-        normed, total = norm.add(x, residual)
-        return self(normed, rotation, storage), total
-
-    def _attend_joined(self, both: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
-        query, row = both.tensor_split([self._first.out_features], dim=-1)
-        return self._attend(query, row, rotation, storage)
-
-    def _attend(self, query: Tensor, row: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
-        """`query` and `row` as projected [*lead, size]."""
+            query, row = self._first(x), self.kv_a_proj_with_mqa(x)
+        else:
+            query, row = linear(x, self._joined).tensor_split([self._first.out_features], dim=-1)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             query = self.q_b_proj(self.q_a_layernorm(query))
         heads = LatentHeads(
-            query=query.view(*row.shape[:-1], self.num_heads, -1),
+            query=query.view(*x.shape[:-1], self.num_heads, -1),
             row=row,
             rotation=rotation,
             norm=self.kv_a_layernorm,

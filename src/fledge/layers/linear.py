@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.invariant_linear import invariant_linear
 from fledge.kernels.rms_norm import add_rms_norm, rms_norm
-from fledge.kernels.skinny_linear import add_norm_linear, linear
+from fledge.kernels.skinny_linear import linear
 from fledge.layers.config import LayerConfig
 
 
@@ -67,16 +67,6 @@ class OffsetRMSNorm(RMSNorm):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self(total), total
-
-
-def linear_after_norm(product: nn.Module, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (product(norm(x + residual)), x + residual): of few rows on a GPU one kernel, where both are plain."""
-    if type(product) is Linear and not product.batch_invariant and type(norm) is RMSNorm:
-        found = add_norm_linear(x, residual, norm.weight, norm.eps, product.weight, product.bias)
-        if found is not None:
-            return found
-    normed, total = norm.add(x, residual)
-    return product(normed), total
 
 
 def norm_of(config: LayerConfig, size: int) -> RMSNorm:

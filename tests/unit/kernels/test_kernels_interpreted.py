@@ -50,7 +50,6 @@ def test_swiglu(rows, size, dtype):
 def test_skinny_linear(rows, columns, wide, dtype):
     launch = {"WIDE": wide, "BLOCK_N": 32, "BLOCK_K": 128, "num_stages": 3}
     cases.skinny_linear(rows, columns, 1024, dtype, CPU, launch=launch)
-    cases.add_norm_linear(rows, columns, 1024, dtype, CPU, launch)
 
 
 @dtypes

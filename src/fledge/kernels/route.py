@@ -52,8 +52,12 @@ class Routing:
     shared: int = 0
 
     def options(self, experts: int, *, is_biased: bool) -> dict[str, object]:
-        """As `choose_experts` wants it: of how many `experts`, and whether they are biased."""
-        blocks = next_power_of_two(experts), next_power_of_two(self.chosen + self.shared)
+        """As `choose_experts` wants it: of how many `experts`, and whether they are biased.
+
+        There are at least as many places as a program has threads. Of fewer numbers the compiler takes a load to be
+        cheap and repeats it for every layout; and as all programs ask for one line of the L2 cache, they wait.
+        """
+        blocks = max(128, next_power_of_two(experts)), next_power_of_two(self.chosen + self.shared)
         kinds = self.n_group, self.topk_group, is_biased, self.normalised
         return {"ROUTING": (experts, self.chosen, self.shared, *blocks, *kinds)}
 
@@ -205,12 +209,11 @@ def choose_experts(logits_ptr, bias_ptr, scale, ROUTING: tl.constexpr):
     logits = tl.load(logits_ptr + expert, mask=inside, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     if biased:
         scores = 1.0 / (1.0 + tl.exp(-logits))
-        liked = scores + tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
+        liked = scores + tl.load(bias_ptr + expert, mask=inside, other=float("-inf")).to(tl.float32)
     else:
         powers = tl.exp(logits - tl.max(logits, axis=0))
         scores = powers / tl.sum(powers, axis=0)
-        liked = scores
-    liked = tl.where(inside, liked, float("-inf"))
+        liked = logits  # in the same order, and known sooner
     if groups > 1:
         group = expert // (experts // groups)
         judged = tl.full([block], float("-inf"), tl.float32)  # every expert knows how its group is judged

@@ -223,7 +223,10 @@ def combine_kernel(
     RAGGED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program (ROWS rows, KV head, sequence): pieces, PIECES at a time, weighted by their share of the softmax."""
+    """Program (rows and dimensions, KV head, sequence): pieces, weighted by their share of the softmax.
+
+    It has BLOCK_D dimensions of ROWS rows, and takes PIECES pieces at a time.
+    """
     out_ptr, partial_ptr, lse_ptr = results
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -235,8 +238,9 @@ def combine_kernel(
     if pieces == 1:
         return  # written already
     own_rows = own_queries * GROUP
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    dim = tl.arange(0, BLOCK_D)
+    parts: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
+    row = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
+    dim = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     row_inside = (row < own_rows)[:, None] & (dim < HEAD_DIM)[None, :]
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -296,7 +300,8 @@ def _cut(
 ):
     """Return the numbers of the sequences and how many pieces each has, [BLOCK_B], 0 beyond the batch.
 
-    All together they are at most slots + batch: rounding to at least one piece adds less than one for each sequence.
+    What is cut are whole steps of BLOCK_N keys. All together they are at most slots + batch: rounding to at least one
+    piece adds less than one for each sequence.
     """
     batch, num_keys, window, slots, min_split = limits
     lengths_ptr, starts_ptr = sequences
@@ -307,7 +312,7 @@ def _cut(
         num_keys = (end - first).to(tl.int32)
     context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0, cache_modifier=".cg").to(tl.int32)
     _, span = _key_span(context, num_keys, window, BLOCK_N, WINDOW, CHUNKED)
-    span = tl.where(sequence < batch, span, 0)
+    span = tl.where(sequence < batch, tl.cdiv(span, BLOCK_N) * BLOCK_N, 0)
     length = tl.maximum(tl.cdiv(tl.sum(span, axis=0), slots), min_split)
     pieces = tl.maximum((2 * span + length) // (2 * length), 1)  # to the nearest
     return sequence, tl.where(sequence < batch, pieces, 0)

@@ -170,9 +170,9 @@ def _absorb_kernel(
         matrix = tl.load(matrix_at, mask=(dim < PLAIN)[:, None] & (column < RANK)[None, :], other=0.0)
         begin_overlapped(OVERLAP)
         let_successor_in(OVERLAP)
-        if TILE == 1:
-            query = tl.load(query_at[None, :] + dim[:, None], mask=(dim < PLAIN)[:, None], other=0.0)
-            absorbed = tl.sum(query.to(tl.float32) * matrix.to(tl.float32), axis=0)[None, :]
+        if TILE == 1:  # numbers in one dimension: with two, the matrix would be moved to where they lie
+            query = tl.load(query_at + dim, mask=dim < PLAIN, other=0.0)
+            absorbed = tl.sum(query.to(tl.float32)[:, None] * matrix.to(tl.float32), axis=0)[None, :]
         else:
             query = tl.load(query_at[:, None] + dim[None, :], mask=there[:, None] & (dim < PLAIN)[None, :], other=0.0)
             absorbed = tl.dot(query, matrix, input_precision="ieee")
@@ -239,10 +239,11 @@ def _take_values_kernel(
     token = tl.program_id(2) * TILE + tl.arange(0, TILE)
     there = token < tokens
     mixed_at = mixed_ptr + token.to(tl.int64) * mixed_stride + head * mixed_head_stride
-    mixed = tl.load(mixed_at[:, None] + dim[None, :], mask=there[:, None] & along, other=0.0)
     if TILE == 1:
-        acc = tl.sum(matrix.to(tl.float32) * mixed.to(tl.float32), axis=1)[None, :]
+        mixed = tl.load(mixed_at + dim, mask=dim < RANK, other=0.0)
+        acc = tl.sum(matrix.to(tl.float32) * mixed.to(tl.float32)[None, :], axis=1)[None, :]
     else:
+        mixed = tl.load(mixed_at[:, None] + dim[None, :], mask=there[:, None] & along, other=0.0)
         acc = tl.dot(mixed, tl.trans(matrix), input_precision="ieee")
     out_at = out_ptr + (token.to(tl.int64) * tl.num_programs(0) + head) * SIZE
     inside = there[:, None] & (column < SIZE)[None, :]

@@ -75,6 +75,7 @@ CASES: dict[str, Callable[[], None]] = {
     "add_norm_router with long rows": partial(expert_cases.add_norm_router, 2, 256, 7168, BF16, CPU),
     "route": partial(expert_cases.route, 3, 256, 8, CPU, n_group=8, topk_group=4, is_biased=True),
     "experts of a lone row": partial(expert_cases.experts, 1, 128, 8, 2048, 768, BF16, CPU),
+    "experts of a lone row and a shared one": partial(expert_cases.experts, 1, 16, 6, 2048, 1408, BF16, CPU, parts=2),
     "experts": partial(expert_cases.experts, 2, 16, 8, 2048, 768, BF16, CPU),
     "experts clamped": partial(expert_cases.experts, 2, 16, 4, 2880, 2880, BF16, CPU, 7.0),
     "experts and a shared one": partial(expert_cases.experts, 2, 16, 6, 2048, 1408, BF16, CPU, parts=2),

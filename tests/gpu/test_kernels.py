@@ -325,6 +325,8 @@ def experts() -> None:
             expert_cases.experts(rows, 32, 4, 1024, 384, dtype, GPU)
         expert_cases.experts(rows, 32, 4, 720, 200, BF16, GPU, 1.5)
         expert_cases.experts(rows, 32, 4, 1024, 384, BF16, GPU, parts=2)
+    expert_cases.experts(1, 128, 8, 2048, 768, BF16, GPU)
+    expert_cases.experts(1, 64, 6, 2048, 1408, BF16, GPU, parts=2)
 
 
 @check

@@ -224,8 +224,8 @@ def down_by_row_kernel(
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
     middle_at = middle_ptr + (row * CHOSEN + place)[:, None] * SIZE + step[None, :]
-    first_middle = tl.load(middle_at, mask=is_first, other=0.0).to(tl.float32)
-    sums = first_weight.to(tl.float32) * (first_middle * share[:, None])[:, None, :]
+    first_middle = tl.load(middle_at, mask=is_first, other=0.0)
+    sums = tl.zeros([BLOCK_C, BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.range(BLOCK_K, SIZE, BLOCK_K, num_stages=STAGES):
         there = is_choice[:, None]
         if SIZE % BLOCK_K != 0:
@@ -233,6 +233,8 @@ def down_by_row_kernel(
         middle = tl.load(middle_at + start, mask=there, other=0.0).to(tl.float32)
         weight = tl.load(weight_step + start, mask=there[:, None, :], other=0.0).to(tl.float32)
         sums += weight * (middle * share[:, None])[:, None, :]
+    # Last, so that the other weights are on their way while the first middle comes.
+    sums += first_weight.to(tl.float32) * (first_middle.to(tl.float32) * share[:, None])[:, None, :]
     out = tl.sum(tl.sum(sums, axis=2), axis=0)
     inside = column < HIDDEN
     if BIAS:

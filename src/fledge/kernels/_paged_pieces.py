@@ -68,7 +68,7 @@ def piece_kernel(
     per_element: tl.constexpr = 2 if CODED else 1  # dimensions in an element of the caches
     query_ptr, key_ptr, value_ptr = attended
     out_ptr, partial_ptr, lse_ptr = results
-    lengths_ptr, starts_ptr = sequences
+    starts_ptr = sequences[1]
     query_batch_stride, query_stride, query_head_stride = query_strides
     key_block_stride, key_token_stride, key_head_stride = key_strides
     value_block_stride, value_token_stride, value_head_stride = value_strides
@@ -77,21 +77,21 @@ def piece_kernel(
     unit = tl.program_id(1)
 
     limits = (batch, num_keys, window, slots, min_split)
-    numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
+    numbers, contexts, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
     ends = cut if BLOCK_B == 1 else tl.cumsum(cut, axis=0)
     sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)  # the one this unit belongs to
-    begin_overlapped(OVERLAP)
-    if not DIRECT:  # the combination; else it is a linear layer that comes
-        let_successor_in(OVERLAP)
     if sequence >= batch:
-        return
+        return  # without waiting, as the first unit always has a sequence and waits
     first_unit, pieces = _units_of(sequence, numbers, cut)
-    context = tl.load(lengths_ptr + sequence).to(tl.int32)
+    context = tl.sum(tl.where(numbers == sequence, contexts, 0), axis=0)
     first_query, own_queries = _queries_of(sequence, starts_ptr, num_queries, RAGGED)
     begin, span = _key_span(context, own_queries if RAGGED else num_keys, window, BLOCK_N, WINDOW, CHUNKED)
     length = tl.cdiv(tl.cdiv(span, pieces), BLOCK_N) * BLOCK_N
     first = begin + (unit - first_unit) * length
     last = tl.minimum(first + length, begin + span)
+    begin_overlapped(OVERLAP)
+    if not DIRECT:  # the combination; else it is a linear layer that comes
+        let_successor_in(OVERLAP)
     sequence = sequence.to(tl.int64)
 
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -231,7 +231,7 @@ def combine_kernel(
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     limits = (batch, num_keys, window, slots, min_split)
-    numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
+    numbers, _, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
     first_unit, pieces = _units_of(sequence, numbers, cut)
     first_query, own_queries = _queries_of(sequence, sequences[1], num_queries, RAGGED)
     begin_overlapped(OVERLAP)
@@ -298,7 +298,7 @@ def _cut(
     CHUNKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Return the numbers of the sequences and how many pieces each has, [BLOCK_B], 0 beyond the batch.
+    """Return the numbers of the sequences, their contexts and how many pieces each has, [BLOCK_B], 0 beyond the batch.
 
     What is cut are whole steps of BLOCK_N keys. All together they are at most slots + batch: rounding to at least one
     piece adds less than one for each sequence.
@@ -315,7 +315,7 @@ def _cut(
     span = tl.where(sequence < batch, tl.cdiv(span, BLOCK_N) * BLOCK_N, 0)
     length = tl.maximum(tl.cdiv(tl.sum(span, axis=0), slots), min_split)
     pieces = tl.maximum((2 * span + length) // (2 * length), 1)  # to the nearest
-    return sequence, tl.where(sequence < batch, pieces, 0)
+    return sequence, context, tl.where(sequence < batch, pieces, 0)
 
 
 @triton.jit

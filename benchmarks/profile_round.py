@@ -1,21 +1,23 @@
-"""Where a round's time goes on a GPU: kernels by total time, per round.
+"""Where a round's time goes on a GPU: kernels by total time, per round, and what each adds to a layer's time.
 
-python benchmarks/profile_round.py 8b 3 1        # shape, depth, concurrency
+python benchmarks/profile_round.py 8b 3 1        # shape or directory, depth, concurrency
 """
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fledge.bench.rounds import PROMPT_TOKENS, make_pair, prompted_engine
+from fledge.bench.rounds import PROMPT_TOKENS, Pair, make_pair, prompted_engine
+from fledge.engine.config import EngineConfig
 
 ROUNDS = 10
+LONGEST_LAYER = 24  # kernels
 
 
-def main(shape: str, depth: int, concurrency: int) -> None:
-    pair = make_pair(shape, torch.bfloat16, torch.device("cuda"))
-    engine = prompted_engine(pair, depth, concurrency, PROMPT_TOKENS, 400, room=1024)
+def profile_round(pair: Pair, depth: int, concurrency: int) -> None:
+    engine = prompted_engine(pair, depth, concurrency, PROMPT_TOKENS, 400, EngineConfig(), room=1024)
     for _ in range(20):
         engine.step()
     torch.cuda.synchronize()
@@ -24,21 +26,51 @@ def main(shape: str, depth: int, concurrency: int) -> None:
             engine.step()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    span = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
-    busy = sum(event.time_range.elapsed_us() for event in events)
-    count = len(events) / ROUNDS
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    whole = max(end for _, end, _ in spans) - spans[0][0]
+    busy = sum(end - start for start, end, _ in spans)
     print(
-        f"{shape} K={depth} C={concurrency}: {span / ROUNDS:.0f} us a round, busy {busy / ROUNDS:.0f} us, "
-        f"{count:.0f} kernels"
+        f"K={depth} C={concurrency}: {whole / ROUNDS:.0f} us a round, busy {busy / ROUNDS:.0f} us, "
+        f"{len(spans) / ROUNDS:.0f} kernels"
     )
     totals: dict[str, list[float]] = {}
-    for event in events:
-        totals.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    for start, end, name in spans:
+        totals.setdefault(name, []).append(end - start)
     for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))[:22]:
         print(
             f"{sum(times) / ROUNDS:9.1f} us {len(times) / ROUNDS:6.1f} x {sum(times) / len(times):7.2f}  {name[:110]}"
         )
+    _print_layer(spans)
+
+
+def _print_layer(spans: Sequence[tuple[float, float, str]]) -> None:
+    """Print the kernels of a layer in their order, and by how much the end of each is later than all ends before.
+
+    They overlap, so that says more than how long each was there; it sums up to the time of a layer.
+    """
+    names = [name for _, _, name in spans]
+    middle = next(
+        (
+            (at, length)
+            for at in range(len(names) // 2, len(names))
+            for length in range(5, LONGEST_LAYER)
+            if names[at : at + length] * 3 == names[at : at + 3 * length]
+        ),
+        None,
+    )
+    if middle is None:
+        return
+    first, length = middle
+    added: list[list[float]] = [[] for _ in range(length)]
+    for place in range(first, len(spans)):
+        if names[place] != names[first + (place - first) % length]:
+            break
+        before = max(end for _, end, _ in spans[max(0, place - LONGEST_LAYER) : place])
+        added[(place - first) % length].append(max(0.0, spans[place][1] - before))
+    print(f"a layer, over {len(added[-1])} of them: {sum(sum(one) / len(one) for one in added):.1f} us")
+    for offset, times in enumerate(added):
+        print(f"   + {sum(times) / len(times):6.2f} us  {names[first + offset][:110]}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    profile_round(make_pair(sys.argv[1], torch.bfloat16, torch.device("cuda")), int(sys.argv[2]), int(sys.argv[3]))

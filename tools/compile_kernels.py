@@ -74,6 +74,8 @@ CASES: dict[str, Callable[[], None]] = {
     "add_norm_router": partial(expert_cases.add_norm_router, 2, 128, 2048, BF16, CPU),
     "add_norm_router with long rows": partial(expert_cases.add_norm_router, 2, 256, 7168, BF16, CPU),
     "route": partial(expert_cases.route, 3, 256, 8, CPU, n_group=8, topk_group=4, is_biased=True),
+    "experts of a lone row": partial(expert_cases.experts, 1, 128, 8, 2048, 768, BF16, CPU),
+    "experts of a lone row and a shared one": partial(expert_cases.experts, 1, 16, 6, 2048, 1408, BF16, CPU, parts=2),
     "experts": partial(expert_cases.experts, 2, 16, 8, 2048, 768, BF16, CPU),
     "experts clamped": partial(expert_cases.experts, 2, 16, 4, 2880, 2880, BF16, CPU, 7.0),
     "experts and a shared one": partial(expert_cases.experts, 2, 16, 6, 2048, 1408, BF16, CPU, parts=2),
@@ -108,7 +110,9 @@ for head_dim in (64, 128):
 for heads in (16, 64, 128):  # DeepSeek's and Kimi's: latent rows of 512 and 64 rotated
     latent = {"block_size": 64, "latent": True}
     rows = LatentConfig(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    CASES[f"latent_heads {heads}"] = partial(latent_cases.latent_heads, 2, heads, rows, BF16, CPU, interleaved=True)
+    for tokens in (1, 8):
+        kind = partial(latent_cases.latent_heads, tokens, heads, rows, BF16, CPU, interleaved=True)
+        CASES[f"latent_heads {heads} of {tokens}"] = kind
     CASES[f"paged_attention latent {heads}"] = partial(
         cases.paged_attention, [300, 5, 70], 4, heads, 1, 576, BF16, CPU, **latent
     )
@@ -121,6 +125,8 @@ CASES["paged_attention latent fp8"] = partial(
 CASES["prefill_attention latent fp8"] = partial(
     cases.prefill_attention, [(0, 300), (5, 70)], 16, 1, 576, BF16, CPU, block_size=64, latent=True, codes=(0.5, 0.5)
 )
+for columns in (28672, 5120, 4096, 2048):
+    CASES[f"skinny_linear {columns}"] = partial(cases.skinny_linear, 1, columns, 2048, BF16, CPU)
 CASES["rope_store fp8"] = partial(code_cases.rope_store, 32, 8, 128, BF16, CPU)
 for head_dim in (64, 128):
     CASES[f"invariant_attention {head_dim}"] = partial(_invariant_attention, head_dim)

@@ -84,7 +84,7 @@ def swiglu() -> None:
 def skinny_linear() -> None:
     for dtype in (BF16, FP16):
         for rows in (1, 3, 8, 9, 16):
-            for columns, size in ((28672, 4096), (6144, 4096), (4096, 14336), (2048, 2048), (3072, 2048), (1001, 512)):
+            for columns, size in ((28672, 4096), (6144, 4096), (4096, 14336), (2048, 2048), (5120, 2048), (1001, 512)):
                 cases.skinny_linear(rows, columns, size, dtype, GPU)
 
 
@@ -325,6 +325,8 @@ def experts() -> None:
             expert_cases.experts(rows, 32, 4, 1024, 384, dtype, GPU)
         expert_cases.experts(rows, 32, 4, 720, 200, BF16, GPU, 1.5)
         expert_cases.experts(rows, 32, 4, 1024, 384, BF16, GPU, parts=2)
+    expert_cases.experts(1, 128, 8, 2048, 768, BF16, GPU)
+    expert_cases.experts(1, 64, 6, 2048, 1408, BF16, GPU, parts=2)
 
 
 @check
@@ -332,11 +334,11 @@ def experts() -> None:
 def experts_can_be_captured() -> None:
     """As one expert after the other."""
     config = ExpertsConfig(num_experts=8, num_experts_per_token=2, intermediate_size=128)
-    for dtype, tolerance in ((BF16, 2e-2), (FP32, 1e-4)):
+    for dtype, rows, tolerance in ((BF16, 12, 2e-2), (BF16, 1, 2e-2), (FP32, 12, 1e-4)):
         mlp = SparseMLP(64, config).to(device=GPU, dtype=dtype)
         for parameter in mlp.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-        x = torch.randn(12, 64, device=GPU, dtype=dtype)
+        x = torch.randn(rows, 64, device=GPU, dtype=dtype)
         expected = copy.deepcopy(mlp).cpu().double()
         mlp(x)
         torch.cuda.synchronize()

@@ -2,9 +2,11 @@
 
 A kernel launched with `overlapping` may be resident before its predecessor has ended, which hides the launch:
 
-    begin_overlapped   first of all: waits for everything before, so that memory may be touched; before it only
-                       weights may be, which nothing writes. Every kernel so launched must wait, because its
-                       successor relies on it for all that came earlier.
+    begin_overlapped   waits for everything before, so that memory may be touched. Every kernel so launched must wait,
+                       in one of its programs at least, and let its successor in only then: so the kernel before has
+                       waited, and what is older than it may be read earlier, as may weights, which nothing writes. A
+                       kernel that does so says of what it assumes that, and reads past the L1 cache, which may hold
+                       what was there before.
     let_successor_in   from here on the successor may come. A short kernel calls it when its input is read: a linear
                        layer that comes earlier is spread unevenly over the multiprocessors still in use. A linear
                        layer, whose successor is short, calls it at once.

@@ -4,7 +4,8 @@ The grid is fixed by what the host knows: `slots` pieces that run at once and on
 of which sequence a program has, it works out from all lengths, so that pieces are about equally long whatever mix of
 lengths a replayed graph meets: one captured grid serves every length up to the bound, a long sequence among short ones
 is spread over the GPU, and programs left without a piece exit at once. Sequences of several pieces leave partial
-results, which a second kernel combines in a fixed order: results do not vary from run to run.
+results, which a second kernel combines in a fixed order: results do not vary from run to run. Lengths are there before
+the kernel that stores the keys begins, so both kernels read them before they wait for it.
 """
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in
@@ -65,10 +66,9 @@ def piece_kernel(
     are multiplied apart. GPUs load matrices of 16 bits as their products want them, turned around or not; none of 8.
     """
     per_element: tl.constexpr = 2 if CODED else 1  # dimensions in an element of the caches
-    begin_overlapped(OVERLAP)
     query_ptr, key_ptr, value_ptr = attended
     out_ptr, partial_ptr, lse_ptr = results
-    lengths_ptr, starts_ptr = sequences
+    starts_ptr = sequences[1]
     query_batch_stride, query_stride, query_head_stride = query_strides
     key_block_stride, key_token_stride, key_head_stride = key_strides
     value_block_stride, value_token_stride, value_head_stride = value_strides
@@ -77,18 +77,21 @@ def piece_kernel(
     unit = tl.program_id(1)
 
     limits = (batch, num_keys, window, slots, min_split)
-    numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
+    numbers, contexts, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
     ends = cut if BLOCK_B == 1 else tl.cumsum(cut, axis=0)
     sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)  # the one this unit belongs to
     if sequence >= batch:
-        return
+        return  # without waiting, as the first unit always has a sequence and waits
     first_unit, pieces = _units_of(sequence, numbers, cut)
-    context = tl.load(lengths_ptr + sequence).to(tl.int32)
+    context = tl.sum(tl.where(numbers == sequence, contexts, 0), axis=0)
     first_query, own_queries = _queries_of(sequence, starts_ptr, num_queries, RAGGED)
     begin, span = _key_span(context, own_queries if RAGGED else num_keys, window, BLOCK_N, WINDOW, CHUNKED)
     length = tl.cdiv(tl.cdiv(span, pieces), BLOCK_N) * BLOCK_N
     first = begin + (unit - first_unit) * length
     last = tl.minimum(first + length, begin + span)
+    begin_overlapped(OVERLAP)
+    if not DIRECT:  # the combination; else it is a linear layer that comes
+        let_successor_in(OVERLAP)
     sequence = sequence.to(tl.int64)
 
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -176,7 +179,8 @@ def piece_kernel(
             odd_acc = tl.dot(weights, odd_value, odd_acc * decay[:, None], input_precision=PRECISION)
         acc = tl.dot(weights, value, acc * decay[:, None], input_precision=PRECISION)
 
-    let_successor_in(OVERLAP)
+    if DIRECT:
+        let_successor_in(OVERLAP)
     if SINKS and (DIRECT or pieces == 1):  # else it is for the combination to add, once
         total += sink_weight(sinks_ptr, head, row_inside, peak)
     if CODED:
@@ -219,20 +223,24 @@ def combine_kernel(
     RAGGED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program (ROWS rows, KV head, sequence): pieces, PIECES at a time, weighted by their share of the softmax."""
-    begin_overlapped(OVERLAP)
+    """Program (rows and dimensions, KV head, sequence): pieces, weighted by their share of the softmax.
+
+    It has BLOCK_D dimensions of ROWS rows, and takes PIECES pieces at a time.
+    """
     out_ptr, partial_ptr, lse_ptr = results
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     limits = (batch, num_keys, window, slots, min_split)
-    numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
+    numbers, _, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
     first_unit, pieces = _units_of(sequence, numbers, cut)
+    first_query, own_queries = _queries_of(sequence, sequences[1], num_queries, RAGGED)
+    begin_overlapped(OVERLAP)
     if pieces == 1:
         return  # written already
-    first_query, own_queries = _queries_of(sequence, sequences[1], num_queries, RAGGED)
     own_rows = own_queries * GROUP
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    dim = tl.arange(0, BLOCK_D)
+    parts: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
+    row = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
+    dim = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     row_inside = (row < own_rows)[:, None] & (dim < HEAD_DIM)[None, :]
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -268,8 +276,8 @@ def _queries_of(sequence, starts_ptr, num_queries, RAGGED: tl.constexpr):
     first = sequence.to(tl.int64) * num_queries
     count = num_queries
     if RAGGED:
-        first = tl.load(starts_ptr + sequence).to(tl.int64)
-        count = tl.load(starts_ptr + sequence + 1).to(tl.int32) - first.to(tl.int32)
+        first = tl.load(starts_ptr + sequence, cache_modifier=".cg").to(tl.int64)
+        count = tl.load(starts_ptr + sequence + 1, cache_modifier=".cg").to(tl.int32) - first.to(tl.int32)
     return first, count
 
 
@@ -290,22 +298,24 @@ def _cut(
     CHUNKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Return the numbers of the sequences and how many pieces each has, [BLOCK_B], 0 beyond the batch.
+    """Return the numbers of the sequences, their contexts and how many pieces each has, [BLOCK_B], 0 beyond the batch.
 
-    All together they are at most slots + batch: rounding to at least one piece adds less than one for each sequence.
+    What is cut are whole steps of BLOCK_N keys. All together they are at most slots + batch: rounding to at least one
+    piece adds less than one for each sequence.
     """
     batch, num_keys, window, slots, min_split = limits
     lengths_ptr, starts_ptr = sequences
     sequence = tl.arange(0, BLOCK_B)
     if RAGGED:
-        first = tl.load(starts_ptr + sequence, mask=sequence < batch, other=0)
-        num_keys = (tl.load(starts_ptr + sequence + 1, mask=sequence < batch, other=0) - first).to(tl.int32)
-    context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0).to(tl.int32)
+        first = tl.load(starts_ptr + sequence, mask=sequence < batch, other=0, cache_modifier=".cg")
+        end = tl.load(starts_ptr + sequence + 1, mask=sequence < batch, other=0, cache_modifier=".cg")
+        num_keys = (end - first).to(tl.int32)
+    context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0, cache_modifier=".cg").to(tl.int32)
     _, span = _key_span(context, num_keys, window, BLOCK_N, WINDOW, CHUNKED)
-    span = tl.where(sequence < batch, span, 0)
+    span = tl.where(sequence < batch, tl.cdiv(span, BLOCK_N) * BLOCK_N, 0)
     length = tl.maximum(tl.cdiv(tl.sum(span, axis=0), slots), min_split)
     pieces = tl.maximum((2 * span + length) // (2 * length), 1)  # to the nearest
-    return sequence, tl.where(sequence < batch, pieces, 0)
+    return sequence, context, tl.where(sequence < batch, pieces, 0)
 
 
 @triton.jit

@@ -10,10 +10,14 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, tl, triton
-from fledge.kernels.rope_store import rotate_heads
+from fledge.kernels.rope_store import angles, rotate_heads
 
 MOST_TOKENS = 64  # with more, torch's products of many rows are faster
-TILE = 16  # tokens
+
+
+def _tile(tokens: int) -> int:
+    """Tokens of a program: of a few each reads the matrices anew, of more a matrix product takes them together."""
+    return 1 if tokens <= 4 else 16
 
 
 def absorb_and_store(
@@ -34,15 +38,16 @@ def absorb_and_store(
 
     `query` [tokens, heads, plain + rotary] and `row` [tokens, rank + rotary] are as the projections left them,
     `key_matrices` [heads, plain, rank] with neighbours in the last dimension, the cache [blocks, block_size, 1,
-    rank + rotary]. A negative slot is nowhere. Triton's only.
+    rank + rotary]. A negative slot is nowhere. Positions are there before the kernel that makes queries begins.
+    Triton's only.
     """
     tokens, heads, _ = query.shape
     _, plain, rank = key_matrices.shape
     rotary = row.shape[1] - rank
     assert query.stride(-1) == row.stride(-1) == key_matrices.stride(-1) == cache.stride(-1) == 1
     out = torch.empty(tokens, heads, rank + rotary, dtype=query.dtype, device=query.device)
-    block = min(64, max(16, next_power_of_two(rank)))
-    _absorb_kernel[(heads + 1, triton.cdiv(rank, block), triton.cdiv(tokens, TILE))](
+    block, tile = min(64, max(16, next_power_of_two(rank))), _tile(tokens)
+    _absorb_kernel[(heads + 1, triton.cdiv(rank, block) + 1, triton.cdiv(tokens, tile))](
         (query, row, key_matrices, norm_weight),
         (positions, inverse_frequencies, slots),
         (out, cache),
@@ -63,7 +68,7 @@ def absorb_and_store(
         HALF=rotary // 2,
         BLOCK_HALF=next_power_of_two(rotary // 2),
         INTERLEAVED=interleaved,
-        TILE=TILE,
+        TILE=tile,
         num_warps=4,
         **overlapping(query.device),
     )
@@ -75,8 +80,8 @@ def take_values(mixed: Tensor, value_matrices: Tensor) -> Tensor:
     tokens, heads, _ = mixed.shape
     _, size, rank = value_matrices.shape
     assert mixed.stride(-1) == value_matrices.stride(-1) == 1
-    out = torch.empty(tokens, heads, size, dtype=mixed.dtype, device=mixed.device)
-    _take_values_kernel[(heads, triton.cdiv(size, 16), triton.cdiv(tokens, TILE))](
+    out, tile = torch.empty(tokens, heads, size, dtype=mixed.dtype, device=mixed.device), _tile(tokens)
+    _take_values_kernel[(heads, triton.cdiv(size, 16), triton.cdiv(tokens, tile))](
         mixed,
         value_matrices,
         out,
@@ -87,7 +92,7 @@ def take_values(mixed: Tensor, value_matrices: Tensor) -> Tensor:
         RANK=rank,
         BLOCK_N=16,
         BLOCK_K=max(16, next_power_of_two(rank)),
-        TILE=TILE,
+        TILE=tile,
         num_warps=4,
         **overlapping(mixed.device),
     )
@@ -119,9 +124,9 @@ def _absorb_kernel(
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program (head, columns, tokens): of its absorbed query, and with the first columns what rotates.
+    """Program (head, part, tokens): some columns of the absorbed query or, as the last part, what rotates.
 
-    After the heads comes what all share: the row.
+    After the heads comes what all share: the row, normed as the first part.
     """
     query_ptr, row_ptr, matrix_ptr, norm_ptr = given
     positions_ptr, frequencies_ptr, slots_ptr = places
@@ -130,33 +135,48 @@ def _absorb_kernel(
     matrix_head_stride, matrix_stride = matrix_strides
     cache_block_stride, cache_stride = cache_strides
     head = tl.program_id(0)
-    dim = tl.arange(0, BLOCK_PLAIN)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Weights, which no kernel writes, come while the kernel before still runs.
-    matrix_at = matrix_ptr + head * matrix_head_stride + dim[:, None] * matrix_stride + column[None, :]
-    in_matrix = (dim < PLAIN)[:, None] & (column < RANK)[None, :] & (head < HEADS)
-    matrix = tl.load(matrix_at, mask=in_matrix, other=0.0)
-    begin_overlapped(OVERLAP)
-    let_successor_in(OVERLAP)
+    part = tl.program_id(1)
     token = tl.program_id(2) * TILE + tl.arange(0, TILE)
     there = token < tokens
     wide_token = token.to(tl.int64)
     out_size: tl.constexpr = RANK + 2 * HALF
-    place = (positions_ptr + token, frequencies_ptr, magnitude)
-    if head == HEADS:
-        if tl.program_id(1) == 0:
+    row_at = row_ptr + wide_token * row_stride
+    query_at = query_ptr + wide_token * query_stride + head * query_head_stride
+    out_at = out_ptr + (wide_token * HEADS + head) * out_size
+    if part == tl.num_programs(1) - 1:
+        position = tl.load(positions_ptr + token, mask=there, other=0, cache_modifier=".cg").to(tl.float32)[:, None]
+        half = tl.arange(0, BLOCK_HALF)
+        turn = angles(position, frequencies_ptr, magnitude, half, HALF, query_ptr.dtype.element_ty)
+        begin_overlapped(OVERLAP)
+        let_successor_in(OVERLAP)
+        if head == HEADS:
             slot = tl.load(slots_ptr + token, mask=there, other=-1).to(tl.int64)
-            row_at = row_ptr + wide_token * row_stride
+            stored_at = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_stride
+            _rotate_rows(row_at + RANK, stored_at + RANK, turn, slot >= 0, HALF, BLOCK_HALF, INTERLEAVED)
+        else:
+            _rotate_rows(query_at + PLAIN, out_at + RANK, turn, there, HALF, BLOCK_HALF, INTERLEAVED)
+    elif head == HEADS:
+        begin_overlapped(OVERLAP)
+        let_successor_in(OVERLAP)
+        if part == 0:
+            slot = tl.load(slots_ptr + token, mask=there, other=-1).to(tl.int64)
             stored_at = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_stride
             _norm_rows(row_at, stored_at, norm_ptr, eps, slot >= 0, RANK, BLOCK_RANK)
-            _rotate_rows(row_at + RANK, stored_at + RANK, place, slot >= 0, HALF, BLOCK_HALF, INTERLEAVED)
     else:
-        query_at = query_ptr + wide_token * query_stride + head * query_head_stride
-        out_at = out_ptr + (wide_token * HEADS + head) * out_size
-        if tl.program_id(1) == 0:
-            _rotate_rows(query_at + PLAIN, out_at + RANK, place, there, HALF, BLOCK_HALF, INTERLEAVED)
-        query = tl.load(query_at[:, None] + dim[None, :], mask=there[:, None] & (dim < PLAIN)[None, :], other=0.0)
-        absorbed = tl.dot(query, matrix, input_precision="ieee").to(out_ptr.dtype.element_ty)
+        dim = tl.arange(0, BLOCK_PLAIN)
+        column = part * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Weights, which no kernel writes, come while the kernel before still runs.
+        matrix_at = matrix_ptr + head * matrix_head_stride + dim[:, None] * matrix_stride + column[None, :]
+        matrix = tl.load(matrix_at, mask=(dim < PLAIN)[:, None] & (column < RANK)[None, :], other=0.0)
+        begin_overlapped(OVERLAP)
+        let_successor_in(OVERLAP)
+        if TILE == 1:  # numbers in one dimension: with two, the matrix would be moved to where they lie
+            query = tl.load(query_at + dim, mask=dim < PLAIN, other=0.0)
+            absorbed = tl.sum(query.to(tl.float32)[:, None] * matrix.to(tl.float32), axis=0)[None, :]
+        else:
+            query = tl.load(query_at[:, None] + dim[None, :], mask=there[:, None] & (dim < PLAIN)[None, :], other=0.0)
+            absorbed = tl.dot(query, matrix, input_precision="ieee")
+        absorbed = absorbed.to(out_ptr.dtype.element_ty)
         tl.store(out_at[:, None] + column[None, :], absorbed, mask=there[:, None] & (column < RANK)[None, :])
 
 
@@ -175,10 +195,9 @@ def _norm_rows(source, destination, weight_ptr, eps, there, SIZE: tl.constexpr, 
 
 @triton.jit
 def _rotate_rows(
-    source, destination, place, there, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+    source, destination, turn, there, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
     """Rotate 2 * HALF numbers at each of `source` [rows]; pairs are left half of them apart, as `Rotation` does."""
-    positions, frequencies_ptr, magnitude = place
     dim = tl.arange(0, BLOCK_HALF)
     inside = there[:, None] & (dim < HALF)[None, :]
     if INTERLEAVED:
@@ -187,8 +206,7 @@ def _rotate_rows(
     else:
         low = tl.load(source[:, None] + dim[None, :], mask=inside, other=0.0)
         high = tl.load(source[:, None] + HALF + dim[None, :], mask=inside, other=0.0)
-    position = tl.load(positions, mask=there, other=0).to(tl.float32)[:, None]
-    low, high = rotate_heads(low, high, position, frequencies_ptr, magnitude, dim, HALF)
+    low, high = rotate_heads(low, high, turn[0], turn[1])
     tl.store(destination[:, None] + dim[None, :], low.to(destination.dtype.element_ty), mask=inside)
     tl.store(destination[:, None] + HALF + dim[None, :], high.to(destination.dtype.element_ty), mask=inside)
 
@@ -221,8 +239,12 @@ def _take_values_kernel(
     token = tl.program_id(2) * TILE + tl.arange(0, TILE)
     there = token < tokens
     mixed_at = mixed_ptr + token.to(tl.int64) * mixed_stride + head * mixed_head_stride
-    mixed = tl.load(mixed_at[:, None] + dim[None, :], mask=there[:, None] & along, other=0.0)
-    acc = tl.dot(mixed, tl.trans(matrix), input_precision="ieee")
+    if TILE == 1:
+        mixed = tl.load(mixed_at + dim, mask=dim < RANK, other=0.0)
+        acc = tl.sum(matrix.to(tl.float32) * mixed.to(tl.float32)[None, :], axis=1)[None, :]
+    else:
+        mixed = tl.load(mixed_at[:, None] + dim[None, :], mask=there[:, None] & along, other=0.0)
+        acc = tl.dot(mixed, tl.trans(matrix), input_precision="ieee")
     out_at = out_ptr + (token.to(tl.int64) * tl.num_programs(0) + head) * SIZE
     inside = there[:, None] & (column < SIZE)[None, :]
     tl.store(out_at[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -103,7 +103,8 @@ def paged_attention(
     # The block in which a window begins is taken whole.
     longest = max_context if sliding_window is None else min(max_context, sliding_window + launch.block_n)
     # Of one sequence, as `_cut` of the kernel has it.
-    most_pieces = max(1, (2 * (longest + num_keys) + launch.min_split) // (2 * launch.min_split))
+    longest = -(-(longest + num_keys) // launch.block_n) * launch.block_n
+    most_pieces = max(1, (2 * longest + launch.min_split) // (2 * launch.min_split))
     units = min(launch.slots + batch, batch * most_pieces)
     direct = most_pieces == 1
     out = torch.empty(*query.shape[:-1], out_dim, dtype=query.dtype, device=query.device)
@@ -164,17 +165,19 @@ def paged_attention(
     )
     if not direct:
         # As many rows to a program as leave enough programs: most sequences of a large batch have one piece and nothing
-        # to do here. Alone, a sequence has many pieces, which are taken at once.
-        per_program = rows * kv_heads * batch // (4 * processors(query.device))
+        # to do here. Alone, a sequence has many pieces, which are taken at once, wide rows by several programs.
+        dims = min(128, next_power_of_two(out_dim))
+        parts = -(-out_dim // dims)
+        per_program = rows * parts * kv_heads * batch // (4 * processors(query.device))
         combined = min(8, next_power_of_two(rows), next_power_of_two(per_program))
         at_once = 64 if combined == 1 else 32 // combined
-        combine_kernel[(-(-rows // combined), kv_heads, batch)](
+        combine_kernel[(-(-rows // combined) * parts, kv_heads, batch)](
             (out, partial, partial_lse),
             query if sinks is None else sinks,
             sequences,
             *cut,
             rows,
-            BLOCK_D=next_power_of_two(out_dim),
+            BLOCK_D=dims,
             PIECES=min(at_once, next_power_of_two(min(launch.slots, most_pieces))),
             ROWS=combined,
             num_warps=4,
@@ -293,7 +296,7 @@ def choose_launch(query: Tensor, kv_heads: int, *, batch: int, queries: int, is_
     programs_per_piece = kv_heads * -(-rows // block_m)
     return SplitLaunch(
         slots=max(1, (2 if lean or large else 1 if wide else 4) * available // programs_per_piece),
-        min_split=64 if not large else 128 if batch * programs_per_piece <= available else 256,
+        min_split=max(32, block_n) if not large else 128 if batch * programs_per_piece <= available else 256,
         block_m=block_m,
         block_n=block_n,
         num_warps=4,

@@ -31,7 +31,8 @@ def rope_and_store(
     `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim], `positions` and `slots` [tokens] int64, the caches
     [num_blocks, block_size, kv_heads, head_dim]. Token t goes to offset `slots[t] % block_size` of block
     `slots[t] // block_size`, and nowhere if its slot is negative (a padded row). Slots differ from each other. FP8
-    caches hold what `encode` of `cache_codes` makes of rows with these `kv_scales`.
+    caches hold what `encode` of `cache_codes` makes of rows with these `kv_scales`. Positions are there before the
+    kernel that makes `qkv` begins.
 
     A program has some heads of one token: few of them while tokens are few, for latency, then up to 16. A thread has
     four numbers of each half, however many: the sums of the head norms have one order.
@@ -99,7 +100,6 @@ def _rope_store_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Program (token, part): parts run over the query heads, then the key heads, then the value heads."""
-    begin_overlapped(OVERLAP)
     positions_ptr, frequencies_ptr, slots_ptr = places
     query_ptr, key_ptr, value_ptr = stored
     q_norm_ptr, k_norm_ptr = norms
@@ -111,7 +111,9 @@ def _rope_store_kernel(
     kv_parts: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     dim = tl.arange(0, HALF_BLOCK)
     row = qkv_ptr + token * qkv_stride
-    position = tl.load(positions_ptr + token).to(tl.float32)
+    position = tl.load(positions_ptr + token, cache_modifier=".cg").to(tl.float32)
+    cos, sin = angles(position, frequencies_ptr, magnitude, dim, HALF, qkv_ptr.dtype.element_ty)
+    begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
 
     if part < query_parts:
@@ -121,7 +123,7 @@ def _rope_store_kernel(
         low, high = _load_heads(row + at, inside, HALF)
         if NORM:
             low, high = _norm_heads(low, high, q_norm_ptr, eps, dim, HALF)
-        low, high = rotate_heads(low, high, position, frequencies_ptr, magnitude, dim, HALF)
+        low, high = rotate_heads(low, high, cos, sin)
         _store_heads(query_ptr + token * (QUERY_HEADS * 2 * HALF) + at, low, high, inside, HALF, 1.0)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -135,7 +137,7 @@ def _rope_store_kernel(
             low, high = _load_heads(row + at, inside, HALF)
             if NORM:
                 low, high = _norm_heads(low, high, k_norm_ptr, eps, dim, HALF)
-            low, high = rotate_heads(low, high, position, frequencies_ptr, magnitude, dim, HALF)
+            low, high = rotate_heads(low, high, cos, sin)
             out = key_ptr + block * key_block_stride + offset * key_token_stride
             _store_heads(
                 out + head[:, None] * key_head_stride + dim[None, :], low, high, inside, HALF, inverse_scales[0]
@@ -174,12 +176,18 @@ def _norm_heads(low, high, weight_ptr, eps, dim, HALF: tl.constexpr):
 
 
 @triton.jit
-def rotate_heads(low, high, position, frequencies_ptr, magnitude, dim, HALF: tl.constexpr):
-    """Rotate heads given as halves [heads, half], all to one float32 position or to one each [heads, 1]."""
-    dtype: tl.constexpr = low.dtype
+def angles(position, frequencies_ptr, magnitude, dim, HALF: tl.constexpr, dtype: tl.constexpr):
+    """cos and sin [heads or 1, half] of one float32 position or of one each [heads, 1], rounded to the dtype."""
     angle = position * tl.load(frequencies_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
     cos = (tl.cos(angle) * magnitude).to(dtype).to(tl.float32)
     sin = (tl.sin(angle) * magnitude).to(dtype).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def rotate_heads(low, high, cos, sin):
+    """Rotate heads given as halves [heads, half]."""
+    dtype: tl.constexpr = low.dtype
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     rotated_low = (wide_low * cos).to(dtype).to(tl.float32) - (wide_high * sin).to(dtype).to(tl.float32)
     rotated_high = (wide_high * cos).to(dtype).to(tl.float32) + (wide_low * sin).to(dtype).to(tl.float32)

@@ -4,10 +4,10 @@
     route             softmax or sigmoid scores, groups, the best few
 
 As torch operations, either takes longer than eight experts' products. Where experts are liked equally the first is
-chosen; torch promises no order.
+chosen; torch promises no order. The experts of a lone row are chosen where they are run, by `choose_experts`.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,100 +36,75 @@ def add_norm_router(
     return normed, total, linear(normed, router, bias)
 
 
-def route(
-    logits: Tensor,
-    bias: Tensor | None = None,
-    *,
-    chosen: int,
-    n_group: int = 1,
-    topk_group: int = 1,
-    normalised: bool = True,
-    scale: float = 1.0,
-    shared: int = 0,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How logits become a choice of experts.
+
+    Of `n_group` groups of neighbouring experts only those of the best `topk_group` are looked at. The `shared` experts,
+    with numbers after all others, follow those chosen for every row, with a weight of 1.
+    """
+
+    chosen: int
+    n_group: int = 1
+    topk_group: int = 1
+    normalised: bool = True
+    scale: float = 1.0
+    shared: int = 0
+
+    def options(self, experts: int, *, is_biased: bool) -> dict[str, object]:
+        """As `choose_experts` wants it: of how many `experts`, and whether they are biased.
+
+        There are at least as many places as a program has threads. Of fewer numbers the compiler takes a load to be
+        cheap and repeats it for every layout; and as all programs ask for one line of the L2 cache, they wait.
+        """
+        blocks = max(128, next_power_of_two(experts)), next_power_of_two(self.chosen + self.shared)
+        kinds = self.n_group, self.topk_group, is_biased, self.normalised
+        return {"ROUTING": (experts, self.chosen, self.shared, *blocks, *kinds)}
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """Return weights (float32) and numbers (int64) of the experts chosen for logits [rows, experts], [rows, chosen].
 
-    With a `bias` [experts] scores are sigmoids, and it counts for the choice only; without, a softmax of all. Of
-    `n_group` groups of neighbouring experts only those of the best `topk_group` are looked at. The `shared` experts,
-    with numbers after all others, follow those chosen for every row, with a weight of 1: [rows, chosen + shared].
+    With a `bias` [experts] scores are sigmoids, and it counts for the choice only; without, a softmax of all.
     """
-    options: dict[str, Any] = {
-        "n_group": n_group,
-        "topk_group": topk_group,
-        "normalised": normalised,
-        "scale": scale,
-        "shared": shared,
-    }
-    if runs_triton(logits, bias) and logits.numel() > 0:
-        return _route_triton(logits.contiguous(), bias, chosen=chosen, **options)
-    return route_reference(logits, bias, chosen=chosen, **options)
-
-
-def route_reference(
-    logits: Tensor,
-    bias: Tensor | None,
-    *,
-    chosen: int,
-    n_group: int,
-    topk_group: int,
-    normalised: bool,
-    scale: float,
-    shared: int,
-) -> tuple[Tensor, Tensor]:
-    logits = logits.float()
-    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
-    liked = scores if bias is None else scores + bias
-    if n_group > 1:
-        groups = liked.view(len(liked), n_group, -1)
-        # DeepSeek V2 judges a group by its best expert, V3 and GLM by its best two.
-        best = groups.topk(1 if bias is None else 2).values.sum(-1).topk(topk_group).indices
-        seen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
-        liked = groups.masked_fill(~seen[..., None], -torch.inf).flatten(-2)
-    experts = liked.topk(chosen).indices
-    weights = scores.gather(-1, experts)
-    if normalised:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be nothing
-    weights = weights * scale if scale != 1 else weights
-    if shared:
-        numbers = torch.arange(logits.shape[1], logits.shape[1] + shared, device=logits.device)
-        experts = torch.cat([experts, numbers.expand(len(logits), -1)], dim=1)
-        weights = torch.cat([weights, weights.new_ones(len(logits), shared)], dim=1)
-    return weights, experts
-
-
-def _route_triton(
-    logits: Tensor,
-    bias: Tensor | None,
-    *,
-    chosen: int,
-    n_group: int,
-    topk_group: int,
-    normalised: bool,
-    scale: float,
-    shared: int,
-) -> tuple[Tensor, Tensor]:
-    rows, experts = logits.shape
-    weights = torch.empty(rows, chosen + shared, dtype=torch.float32, device=logits.device)
-    numbers = torch.empty(rows, chosen + shared, dtype=torch.int64, device=logits.device)
+    if not runs_triton(logits, bias) or logits.numel() == 0:
+        return route_reference(logits, bias, routing)
+    logits, (rows, experts), chosen = logits.contiguous(), logits.shape, routing.chosen + routing.shared
+    weights = torch.empty(rows, chosen, dtype=torch.float32, device=logits.device)
+    numbers = torch.empty(rows, chosen, dtype=torch.int64, device=logits.device)
     _route_kernel[(rows,)](
         logits,
         logits if bias is None else bias,
         weights,
         numbers,
-        scale,
-        EXPERTS=experts,
-        BLOCK=next_power_of_two(experts),
-        CHOSEN=chosen,
-        SHARED=shared,
-        BLOCK_CHOSEN=next_power_of_two(chosen + shared),
-        GROUPS=n_group,
-        KEPT=topk_group,
-        BIASED=bias is not None,
-        NORMALISED=normalised,
-        num_warps=1,
+        routing.scale,
+        num_warps=4,
+        **routing.options(experts, is_biased=bias is not None),
         **overlapping(logits.device),
     )
     return weights, numbers
+
+
+def route_reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    logits = logits.float()
+    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+    liked = scores if bias is None else scores + bias
+    if routing.n_group > 1:
+        groups = liked.view(len(liked), routing.n_group, -1)
+        # DeepSeek V2 judges a group by its best expert, V3 and GLM by its best two.
+        best = groups.topk(1 if bias is None else 2).values.sum(-1).topk(routing.topk_group).indices
+        seen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
+        liked = groups.masked_fill(~seen[..., None], -torch.inf).flatten(-2)
+    experts = liked.topk(routing.chosen).indices
+    weights = scores.gather(-1, experts)
+    if routing.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be nothing
+    weights = weights * routing.scale if routing.scale != 1 else weights
+    if shared := routing.shared:
+        numbers = torch.arange(logits.shape[1], logits.shape[1] + shared, device=logits.device)
+        experts = torch.cat([experts, numbers.expand(len(logits), -1)], dim=1)
+        weights = torch.cat([weights, weights.new_ones(len(logits), shared)], dim=1)
+    return weights, experts
 
 
 def _add_norm_router_triton(
@@ -202,69 +177,69 @@ def _add_norm_router_kernel(
 
 
 @triton.jit(do_not_specialize=["scale"])
-def _route_kernel(
-    logits_ptr,
-    bias_ptr,
-    weights_ptr,
-    numbers_ptr,
-    scale,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_CHOSEN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    BIASED: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+def _route_kernel(logits_ptr, bias_ptr, weights_ptr, numbers_ptr, scale, ROUTING: tl.constexpr, OVERLAP: tl.constexpr):
     begin_overlapped(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK)
-    inside = expert < EXPERTS
-    logits = tl.load(logits_ptr + row * EXPERTS + expert, mask=inside, other=float("-inf")).to(tl.float32)
     let_successor_in(OVERLAP)
-    if BIASED:
+    row = tl.program_id(0).to(tl.int64)
+    all_chosen: tl.constexpr = ROUTING[1] + ROUTING[2]
+    weights, numbers = choose_experts(logits_ptr + row * ROUTING[0], bias_ptr, scale, ROUTING)
+    place = tl.arange(0, ROUTING[4])
+    tl.store(weights_ptr + row * all_chosen + place, weights, mask=place < all_chosen)
+    tl.store(numbers_ptr + row * all_chosen + place, numbers, mask=place < all_chosen)
+
+
+@triton.jit
+def choose_experts(logits_ptr, bias_ptr, scale, ROUTING: tl.constexpr):
+    """Weights and numbers of the experts that one row's logits choose, the best first, [BLOCK_CHOSEN].
+
+    ROUTING is made by `Routing.options`. An expert's place is the number of those liked more: all places are known
+    after one step, where looking for the best again and again takes a step for each.
+    """
+    experts: tl.constexpr = ROUTING[0]
+    chosen: tl.constexpr = ROUTING[1]
+    shared: tl.constexpr = ROUTING[2]
+    block: tl.constexpr = ROUTING[3]
+    block_chosen: tl.constexpr = ROUTING[4]
+    groups: tl.constexpr = ROUTING[5]
+    kept_groups: tl.constexpr = ROUTING[6]
+    biased: tl.constexpr = ROUTING[7]
+    normalised: tl.constexpr = ROUTING[8]
+    expert = tl.arange(0, block)
+    inside = expert < experts
+    logits = tl.load(logits_ptr + expert, mask=inside, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    if biased:
         scores = 1.0 / (1.0 + tl.exp(-logits))
-        liked = scores + tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
+        liked = scores + tl.load(bias_ptr + expert, mask=inside, other=float("-inf")).to(tl.float32)
     else:
         powers = tl.exp(logits - tl.max(logits, axis=0))
         scores = powers / tl.sum(powers, axis=0)
-        liked = scores
-    liked = tl.where(inside, liked, float("-inf"))
-    if GROUPS > 1:
-        group = expert // (EXPERTS // GROUPS)
-        judged = tl.full([BLOCK], float("-inf"), tl.float32)  # every expert knows how its group is judged
-        for g in tl.static_range(GROUPS):
+        liked = logits  # in the same order, and known sooner
+    if groups > 1:
+        group = expert // (experts // groups)
+        judged = tl.full([block], float("-inf"), tl.float32)  # every expert knows how its group is judged
+        for g in tl.static_range(groups):
             members = tl.where(group == g, liked, float("-inf"))
             best = tl.max(members, axis=0)
-            if BIASED:
+            if biased:
                 best += tl.max(tl.where(expert == tl.argmax(members, axis=0), float("-inf"), members), axis=0)
             judged = tl.where((group == g) & inside, best, judged)
         kept = expert < 0
-        for _ in tl.static_range(KEPT):
-            best_group = tl.argmax(judged, axis=0) // (EXPERTS // GROUPS)
+        for _ in tl.static_range(kept_groups):
+            best_group = tl.argmax(judged, axis=0) // (experts // groups)
             kept = kept | (group == best_group)
             judged = tl.where(group == best_group, float("-inf"), judged)
         liked = tl.where(kept, liked, float("-inf"))
-    place = tl.arange(0, BLOCK_CHOSEN)
-    weights = tl.zeros([BLOCK_CHOSEN], tl.float32)
-    numbers = tl.zeros([BLOCK_CHOSEN], tl.int64)
-    for i in tl.static_range(CHOSEN):
-        score, best = tl.max(liked, axis=0, return_indices=True)
-        best = tl.minimum(best, EXPERTS - 1)  # whatever the comparison makes of NaN
-        if BIASED:
-            score = tl.sum(tl.where(expert == best, scores, 0.0), axis=0)
-        weights = tl.where(place == i, score, weights)
-        numbers = tl.where(place == i, best.to(tl.int64), numbers)
-        liked = tl.where(expert == best, float("-inf"), liked)
-    if NORMALISED:
+    is_before = (liked[None, :] == liked[:, None]) & (expert[None, :] < expert[:, None])
+    rank = tl.sum(((liked[None, :] > liked[:, None]) | is_before).to(tl.int32), axis=1)
+    place = tl.arange(0, block_chosen)
+    is_here = inside[:, None] & (rank[:, None] == place[None, :]) & (place < chosen)[None, :]
+    weights = tl.sum(tl.where(is_here, scores[:, None], 0.0), axis=0)
+    numbers = tl.sum(tl.where(is_here, expert[:, None], 0), axis=0)
+    numbers = tl.minimum(numbers, experts - 1).to(tl.int64)  # where logits are not numbers, all have one rank
+    if normalised:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
     weights *= scale
-    if SHARED > 0:
-        weights = tl.where(place < CHOSEN, weights, 1.0)
-        numbers = tl.where(place < CHOSEN, numbers, EXPERTS + place - CHOSEN)
-    all_chosen: tl.constexpr = CHOSEN + SHARED
-    tl.store(weights_ptr + row * all_chosen + place, weights, mask=place < all_chosen)
-    tl.store(numbers_ptr + row * all_chosen + place, numbers, mask=place < all_chosen)
+    if shared > 0:
+        weights = tl.where(place < chosen, weights, 1.0)
+        numbers = tl.where(place < chosen, numbers, experts + place - chosen)
+    return weights, numbers

@@ -4,8 +4,8 @@ W is the tall operand of the matrix product and x, padded to 8 rows or more, the
 W and walks along them, so nothing is left to add up in a second kernel. There are two ways to walk:
 
     wide    W has rows for all multiprocessors in blocks of 64 or 128: the four warps of a program share the rows
-    narrow  it has not: blocks of 16 or 32 rows, and each warp of a program has every fourth step along them; as one
-            chain of dependent products, the steps would take longer than reading W does
+    narrow  it has not: blocks of 16 or 32 rows, which all run at once, and each warp of a program has every fourth
+            step along them; as one chain of dependent products, the steps would take longer than reading W does
 
 Tolerance: products are summed in float32 as in cuBLAS, in another order. So results differ where the rounding at the
 end falls the other way: by one unit in the last place of numbers of the size of the largest terms. A row's result
@@ -57,6 +57,8 @@ def choose_launch(*, rows: int, columns: int, processors: int) -> dict[str, int]
     if columns >= 40 * processors:
         return {"WIDE": True, "BLOCK_N": 64, "BLOCK_K": 128, "num_stages": 5} if rows <= 32 else None
     if narrow_step(columns, processors) == 128:
+        if columns > 32 * processors and rows <= 16:
+            return {"WIDE": False, "BLOCK_N": 16, "BLOCK_K": 128, "num_stages": 4}
         return {"WIDE": False, "BLOCK_N": 32, "BLOCK_K": 128, "num_stages": 4} if rows <= 32 else None
     return {"WIDE": False, "BLOCK_N": 16, "BLOCK_K": 64, "num_stages": 6} if rows <= 16 else None
 

@@ -1,14 +1,15 @@
 """The decoder layer, as targets stack it and as drafters use it, and its MLP, or experts."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.kernels._triton import runs_triton
-from fledge.kernels.experts import Stacked, few_experts
-from fledge.kernels.route import add_norm_router, route
+from fledge.kernels.experts import Stacked, few_experts, routed_experts
+from fledge.kernels.route import Routing, add_norm_router, route
 from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.config import Activation, ExpertsConfig, LayerConfig
@@ -101,9 +102,7 @@ class SparseMLP(nn.Module):
         # Kernels take a shared expert along as some more of the others.
         parts = self._shared_parts if has_kernels and not is_many else 0
         logits = self.gate(rows) if logits is None else logits
-        weights, experts = route(
-            logits,
-            self.e_score_correction_bias,
+        routing = Routing(
             chosen=config.num_experts_per_token,
             n_group=config.n_group,
             topk_group=config.topk_group,
@@ -111,21 +110,21 @@ class SparseMLP(nn.Module):
             scale=config.routed_scaling_factor,
             shared=parts,
         )
-        if config.weighted_inputs:  # of rows for each choice, which are summed up as they come out
-            weights, tokens = logits.float().gather(-1, experts).sigmoid(), len(rows)
-            rows = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
-            weights, experts = torch.ones_like(weights).view(-1, 1), experts.reshape(-1, 1)
-        if not has_kernels:
-            mixed = self._sum_of_groups(rows, weights, experts, self._one_by_one)
-        elif is_many:
-            mixed = self._sum_of_groups(rows, weights, experts, self._all_at_once)
+        if has_kernels and not is_many and not config.weighted_inputs:
+            mixed = routed_experts(rows, logits, self.e_score_correction_bias, routing, **self._matrices(parts))
         else:
-            stacked, shared = (self._stack("gate_up_proj"), self._stack("down_proj")), None
-            if parts and self.shared_experts is not None:
-                shared = self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight
-            mixed = few_experts(rows, weights, experts, *stacked, limit=config.swiglu_limit, shared=shared)
-        if config.weighted_inputs:
-            mixed = mixed.view(tokens, -1, x.shape[-1]).sum(1)
+            weights, experts = route(logits, self.e_score_correction_bias, routing)
+            if config.weighted_inputs:  # of rows for each choice, which are summed up as they come out
+                weights = logits.float().gather(-1, experts).sigmoid()
+                rows = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
+                weights, experts = torch.ones_like(weights).view(-1, 1), experts.reshape(-1, 1)
+            if has_kernels and not is_many:
+                mixed = few_experts(rows, weights, experts, **self._matrices(parts))
+            else:
+                run = self._all_at_once if has_kernels else self._one_by_one
+                mixed = self._sum_of_groups(rows, weights, experts, run)
+            if config.weighted_inputs:
+                mixed = mixed.view(-1, config.num_experts_per_token, x.shape[-1]).sum(1)
         mixed = mixed.view(x.shape)
         if self.shared_experts is None or parts:
             return mixed
@@ -145,6 +144,14 @@ class SparseMLP(nn.Module):
             and config.shared_size % config.intermediate_size == 0
         )
         return config.shared_size // config.intermediate_size if is_alike else 0
+
+    def _matrices(self, parts: int) -> dict[str, Any]:
+        """What the kernels read: all experts, of the shared one as many `parts` as it has there, and the limit."""
+        shared = None
+        if parts and self.shared_experts is not None:
+            shared = self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight
+        stacked = {"gate_up": self._stack("gate_up_proj"), "down": self._stack("down_proj")}
+        return {**stacked, "shared": shared, "limit": self.config.swiglu_limit}
 
     def _has_kernels(self, rows: Tensor) -> bool:
         return len(rows) > 0 and runs_triton(rows, self.gate.weight) and not torch.is_grad_enabled() and self._is_plain

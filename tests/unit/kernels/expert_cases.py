@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from fledge.kernels import route as routing
-from fledge.kernels.experts import few_experts
-from fledge.kernels.route import route_reference
+from fledge.kernels.experts import few_experts, routed_experts
+from fledge.kernels.route import Routing, route_reference
 from tests.unit.kernels.cases import EPS, close, randn
 from tests.unit.kernels.interpreter import in_plain_torch, in_triton
 
@@ -29,15 +29,15 @@ def add_norm_router(rows: int, experts: int, size: int, dtype: torch.dtype, devi
 def route(rows: int, experts: int, chosen: int, device: str, *, is_biased: bool = False, **options: object) -> None:
     logits = randn(rows, experts, dtype=torch.float32, device=device)
     bias = randn(experts, dtype=torch.float32, device=device) * 0.1 if is_biased else None
-    options = {"n_group": 1, "topk_group": 1, "normalised": True, "scale": 1.0, "shared": 2, **options}
-    weights, numbers = route_triton(logits, bias, chosen=chosen, **options)
-    expected_weights, expected_numbers = route_reference(logits, bias, chosen=chosen, **options)  # type: ignore[arg-type]
+    how = Routing(chosen=chosen, shared=2, **options)  # type: ignore[arg-type]
+    weights, numbers = route_triton(logits, bias, how)
+    expected_weights, expected_numbers = route_reference(logits, bias, how)
     assert torch.equal(numbers, expected_numbers)
     close(weights, expected_weights, 2)
     # Equal experts: any of them, but each once, and weights that belong to them.
-    weights, numbers = route_triton(torch.zeros_like(logits), bias, chosen=chosen, **options)
+    weights, numbers = route_triton(torch.zeros_like(logits), bias, how)
     assert all(len(set(one)) == len(one) and 0 <= min(one) <= max(one) < experts + 2 for one in numbers.tolist())
-    numbers = route_triton(torch.full_like(logits, torch.nan), bias, chosen=chosen, **options)[1][:, :chosen]
+    numbers = route_triton(torch.full_like(logits, torch.nan), bias, how)[1][:, :chosen]
     assert 0 <= int(numbers.min()) <= int(numbers.max()) < experts, "a model gone wrong reads no foreign memory"
 
 
@@ -53,7 +53,7 @@ def experts(
     *,
     parts: int = 0,
 ) -> None:
-    """`few_experts` against its definition in float64; with a `limit` also with biases.
+    """`few_experts` against its definition in float64; with a `limit` also with biases. One row: `routed_experts` too.
 
     `parts`: of a shared expert, which every row chooses too.
     """
@@ -69,7 +69,14 @@ def experts(
         shared_gate_up = randn(2, parts, size, hidden, dtype=dtype, device=device) * hidden**-0.5
         shared_down = randn(hidden, parts, size, dtype=dtype, device=device) * size**-0.5
         shared = shared_gate_up.view(-1, hidden), shared_down.view(hidden, -1)
-    found = few_experts(x, weights, numbers, (gate_up, biases[0]), (down, biases[1]), limit, shared=shared)
+    matrices = (gate_up, biases[0]), (down, biases[1]), limit
+    logits, bias = randn(rows, count, dtype=dtype, device=device), randn(count, dtype=torch.float32, device=device)
+    how = Routing(chosen=chosen, shared=parts, scale=0.7)
+    found = []
+    if rows == 1:
+        weights, numbers = route_reference(logits, bias, how)
+        found.append(routed_experts(x, logits, bias, how, *matrices, shared=shared))
+    found.append(few_experts(x, weights, numbers, *matrices, shared=shared))
     if parts:
         gate_up = torch.cat([gate_up, shared_gate_up.transpose(0, 1).flatten(1, 2)])
         down = torch.cat([down, shared_down.transpose(0, 1)])
@@ -84,6 +91,7 @@ def experts(
         else:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             middle = gate * torch.sigmoid(1.702 * gate) * (up + 1)
-        one = wide[2] @ middle + (0 if biases[1] is None else biases[1][number].double())
-        expected[row] += weights[row, choice].double() * one
-    close(found, expected.to(dtype), 2, size=float(expected.abs().max()))
+        said = wide[2] @ middle + (0 if biases[1] is None else biases[1][number].double())
+        expected[row] += weights[row, choice].double() * said
+    for one in found:
+        close(one, expected.to(dtype), 2, size=float(expected.abs().max()))

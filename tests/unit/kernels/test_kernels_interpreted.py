@@ -74,10 +74,10 @@ def test_route(experts, chosen, options):
 @pytest.mark.parametrize("limit", [None, 0.7])
 @pytest.mark.parametrize(
     ("rows", "count", "chosen", "dtype"),
-    [(3, 8, 2, torch.float32), (3, 8, 2, torch.float16), (9, 20, 2, torch.float32), (41, 3, 1, torch.float16)],
+    [(1, 8, 3, torch.float16), (3, 8, 2, torch.float32), (9, 20, 2, torch.float32), (41, 3, 1, torch.float16)],
 )
 def test_experts(rows, count, chosen, limit, dtype):
-    """By row and by expert, with fewer pairs than experts and with more: several tiles of one, and the shared one's."""
+    """A lone row; by row and by expert, with fewer pairs than experts and with more; and the shared one's parts."""
     expert_cases.experts(rows, count, chosen, 72, 40, dtype, CPU, limit, parts=0 if limit else 2)
 
 
@@ -191,11 +191,11 @@ def test_prefill_attention(window, dtype):
 
 
 @dot_dtypes
-@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("tokens", "interleaved"), [(18, True), (2, False)])
 @torch.no_grad()
-def test_latent_heads(dtype, interleaved):
+def test_latent_heads(tokens, interleaved, dtype):
     config = LatentConfig(q_lora_rank=None, kv_lora_rank=72, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=20)
-    latent_cases.latent_heads(18, 3, config, dtype, CPU, interleaved=interleaved)
+    latent_cases.latent_heads(tokens, 3, config, dtype, CPU, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

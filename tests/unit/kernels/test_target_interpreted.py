@@ -24,7 +24,7 @@ from tests.unit.kernels.interpreter import in_triton
 def test_a_prompt_and_a_round_with_another_prompt(name: str, dtype: torch.dtype | None) -> None:
     """Sinks, heads that torch finishes, ropes and windows of some layers, latent rows, chunks: all reach kernels.
 
-    So do keys and values in eight bits, with scales.
+    So do keys and values in eight bits, with scales, and a lone row, whose experts are chosen in another place.
     """
     config = TARGET_CONFIGS[name]
     both_kinds = slice(2, 4)  # of a family that has two kinds of layers
@@ -58,15 +58,17 @@ def test_a_prompt_and_a_round_with_another_prompt(name: str, dtype: torch.dtype 
             max_context=16,
         )
 
-    round_ = RoundPass(
-        cache=cache,
-        block_tables=tables[:1],
-        context_lens=torch.tensor([11]),
-        slots=slots[0, 11:],
-        rows=3,
-        max_context=16,
-    )
-    both = torch.cat([positions[11:], positions[:11]])
-    for rows, storage in ((positions[:11], prompt(0)), (both, MixedPass(round=round_, chunks=prompt(1)))):
+    def round_(first: int, end: int) -> RoundPass:
+        return RoundPass(
+            cache=cache,
+            block_tables=tables[:1],
+            context_lens=torch.tensor([first]),
+            slots=slots[0, first:end],
+            rows=end - first,
+            max_context=16,
+        )
+
+    both = torch.cat([positions[11:13], positions[:11]]), MixedPass(round=round_(11, 13), chunks=prompt(1))
+    for rows, storage in ((positions[:11], prompt(0)), both, (positions[13:], round_(13, 14))):
         found = in_triton(target)(tokens[rows], rows, storage).final
         torch.testing.assert_close(found, expected[rows], atol=1e-4, rtol=1e-4)

@@ -50,7 +50,7 @@ _FLOAT = """
     and.b32 b, b, 0x80008000;
     {shift}
     lop3.b32 a, a, {mask}, b, 0xEA;
-    mul.rn.bf16x2 {out}, a, unit;
+    fma.rn.bf16x2 {out}, a, unit, nought;
 """
 _UNITS = {"fp8": "0x7B807B80", "fp4": "0x7E807E80"}  # 2^120 and 2^126, twice
 
@@ -61,8 +61,9 @@ def fragment_assembly(kind: str, *, zeros: bool, scaled: bool) -> tuple[str, str
     halves = 1 if kind in ("int8", "fp8") else 2
     word = 2 * halves
     lines = [
-        "{ .reg .b32 a, b, one, minus, offset, unit;",
+        "{ .reg .b32 a, b, one, minus, offset, unit, nought;",
         "mov.b32 one, 0x3F803F80; mov.b32 minus, 0xBF80BF80; mov.b32 offset, 0xC308C308;",
+        "mov.b32 nought, 0x80008000;",
         f"mov.b32 unit, {_UNITS.get(kind, 0)};",
     ]
     given = word + 1
@@ -87,7 +88,7 @@ def fragment_assembly(kind: str, *, zeros: bool, scaled: bool) -> tuple[str, str
             if zeros:
                 lines.append(f"fma.rn.bf16x2 {out}, ${given + 2 * half + row}, minus, {out};")
             if scaled:
-                lines.append(f"mul.rn.bf16x2 {out}, {out}, ${given + 2 * halves * zeros + 2 * half + row};")
+                lines.append(f"fma.rn.bf16x2 {out}, {out}, ${given + 2 * halves * zeros + 2 * half + row}, nought;")
     inputs = 1 + 2 * halves * (int(zeros) + int(scaled))
     return "\n".join([*lines, "}"]), ",".join(["=r"] * word + ["r"] * inputs)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import async_copy_global_to_shared as copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
@@ -17,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.language.nvidia.ampere.async_copy import async_copy_global_to_shared as copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fledge.kernels._fragments import fragment_assembly
@@ -54,7 +54,8 @@ def fragment_linear_triton(
     if split > 1:
         sums = torch.empty(tiles[0] * tiles[1] * split * block_m * launch["BLOCK_N"], device=x.device)
     steps = length // (launch["BLOCK_K"] * split)
-    assert steps * launch["BLOCK_K"] * split == length and steps >= launch["num_stages"] - 1
+    assert steps * launch["BLOCK_K"] * split == length
+    assert steps >= launch["num_stages"] - 1
     assert len(counters) >= tiles[0] * tiles[1] or split == 1
     assembly, constraints = fragment_assembly(weight.kind, zeros=weight.zeros is not None, scaled=is_scaled)
     _kernel[*tiles, split](
@@ -137,7 +138,7 @@ def _kernel(
     grouped: gl.constexpr = GROUP > 0
     summed: gl.constexpr = grouped and not SCALED
     size: gl.constexpr = GROUP if grouped else LENGTH * HALVES
-    width: gl.constexpr = 32 if GROUP == 32 else 64  # bytes of a row of W, and columns of x, for one product
+    width: gl.constexpr = GROUP if grouped and GROUP < 64 else 64  # bytes of W's rows, columns of x, for one product
     chunks: gl.constexpr = BLOCK_K // width
     columns: gl.constexpr = BLOCK_K * HALVES  # of W in a step
     groups: gl.constexpr = columns // size if size < columns else 1
@@ -210,11 +211,11 @@ def _kernel(
             if ZEROS:
                 for half in gl.static_range(HALVES):
                     of_group = _group(zero_ring, slot, _column(chunk, half, width, HALVES) // size % groups)
-                    args = args + (_of_rows(of_group, operand, x_ptr.dtype.element_ty),)
+                    args = args + (_of_rows(of_group, operand, x_ptr.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
             if SCALED:
                 for half in gl.static_range(HALVES):
                     of_group = _group(scale_ring, slot, _column(chunk, half, width, HALVES) // size % groups)
-                    args = args + (_of_rows(of_group, operand, x_ptr.dtype.element_ty),)
+                    args = args + (_of_rows(of_group, operand, x_ptr.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
             if HALVES == 2:
                 low, high = gl.inline_asm_elementwise(
                     ASSEMBLY, CONSTRAINTS, args, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
@@ -260,7 +261,9 @@ def _kernel(
         sums = gl.fma(sums, gl.expand_dims(scale, 1).broadcast_to([BLOCK_N, BLOCK_M]), acc)
 
     if SPLIT > 1:
-        local = gl.arange(0, BLOCK_N, per_row)[:, None] * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
+        local = (
+            gl.arange(0, BLOCK_N, per_row)[:, None] * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
+        )
         number = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
         area = sums_ptr + number.to(gl.int64) * (SPLIT * BLOCK_N * BLOCK_M)
         gl.store(area + gl.program_id(2) * (BLOCK_N * BLOCK_M) + local, sums)
@@ -291,17 +294,17 @@ def _finish(
 ):
     """Scales of whole rows and the bias; then turned, so that neighbours in `out` are written together."""
     mma: gl.constexpr = sums.type.layout
-    BLOCK_N: gl.constexpr = sums.shape[0]
-    BLOCK_M: gl.constexpr = sums.shape[1]
+    columns: gl.constexpr = sums.shape[0]
+    rows: gl.constexpr = sums.shape[1]
     wide: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
-    column = gl.minimum(tile + gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma)), COLUMNS - 1)
+    column = gl.minimum(tile + gl.arange(0, columns, gl.SliceLayout(1, mma)), COLUMNS - 1)
     if not grouped:
-        sums *= gl.expand_dims(gl.load(scales_ptr + column), 1).broadcast_to([BLOCK_N, BLOCK_M])
+        sums *= gl.expand_dims(gl.load(scales_ptr + column), 1).broadcast_to([columns, rows])
     if BIAS:
-        sums += gl.expand_dims(gl.load(bias_ptr + column).to(gl.float32), 1).broadcast_to([BLOCK_N, BLOCK_M])
+        sums += gl.expand_dims(gl.load(bias_ptr + column).to(gl.float32), 1).broadcast_to([columns, rows])
     out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), wide)
-    column = tile + gl.arange(0, BLOCK_N, gl.SliceLayout(1, wide))
-    row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, wide))
+    column = tile + gl.arange(0, columns, gl.SliceLayout(1, wide))
+    row = first_row + gl.arange(0, rows, gl.SliceLayout(0, wide))
     inside = (column < COLUMNS)[:, None] & (row < num_rows)[None, :]
     gl.store(out_ptr + row.to(gl.int64)[None, :] * COLUMNS + column[:, None], out, mask=inside)
 

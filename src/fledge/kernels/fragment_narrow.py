@@ -41,7 +41,8 @@ def fragment_narrow_triton(
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     block_m = max(8, next_power_of_two(rows.shape[0]))
     steps = length // (launch["BLOCK_K"] * launch["num_warps"])
-    assert steps * launch["BLOCK_K"] * launch["num_warps"] == length and steps >= launch["num_stages"] - 1
+    assert steps * launch["BLOCK_K"] * launch["num_warps"] == length
+    assert steps >= launch["num_stages"] - 1
     assembly, constraints = fragment_assembly(weight.kind, zeros=weight.zeros is not None, scaled=False)
     _kernel[(triton.cdiv(columns, launch["BLOCK_N"]),)](
         rows,
@@ -109,7 +110,7 @@ def _kernel(
     """Write columns of out [rows, columns]. LENGTH are the bytes of a row of W; GROUP is 0 where it is one group."""
     grouped: gl.constexpr = GROUP > 0
     size: gl.constexpr = GROUP if grouped else LENGTH * HALVES
-    width: gl.constexpr = 32 if GROUP == 32 else 64  # bytes of a row of W, and columns of x, for one product
+    width: gl.constexpr = GROUP if grouped and GROUP < 64 else 64  # bytes of W's rows, columns of x, for one product
     chunks: gl.constexpr = BLOCK_K // width
     columns: gl.constexpr = BLOCK_K * HALVES  # of W, for one warp in a step
     groups: gl.constexpr = columns // size if size < columns else 1
@@ -180,7 +181,7 @@ def _kernel(
             if ZEROS:
                 for half in gl.static_range(HALVES):
                     zeros = _group(zero_ring, slot, _column(chunk, half, width, HALVES) // size % groups, flat)
-                    args = args + (gl.expand_dims(zeros.load(gl.SliceLayout(2, operand)), 2).to(gl.bfloat16),)
+                    args = args + (gl.expand_dims(zeros.load(gl.SliceLayout(2, operand)), 2).to(gl.bfloat16),)  # type: ignore[assignment]  # noqa: RUF005
             if HALVES == 2:
                 low, high = gl.inline_asm_elementwise(
                     ASSEMBLY, CONSTRAINTS, args, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4

@@ -89,12 +89,10 @@ def _run(assembly: str, given: list[torch.Tensor], outputs: int) -> list[torch.T
             case "lop3.b32":
                 assert int(a[3]) == 0xEA
                 result = a[0] & a[1] | a[2]
-            case "fma.rn.bf16x2" | "mul.rn.bf16x2":
+            case "fma.rn.bf16x2":
                 parts = [[half.double() for half in _halves(word)] for word in a]
-                terms = [
-                    parts[0][i] * parts[1][i] + (parts[2][i] if name.startswith("fma") else 0.0) for i in range(2)
-                ]
-                result = _word(terms[0].float(), terms[1].float())
+                low, high = (parts[0][i] * parts[1][i] + parts[2][i] for i in range(2))
+                result = _word(low.float(), high.float())
             case _:
                 raise AssertionError(line)
         registers[to] = result

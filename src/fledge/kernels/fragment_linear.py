@@ -1,321 +1,171 @@
-"""x W^T + bias for a `QuantizedWeight` whose codes are in fragments, on Hopper: see `_fragments`.
+"""x W^T + bias for up to 256 rows of x and a `QuantizedWeight` whose codes are in fragments: which kernel, how cut.
 
-Written in Gluon, Triton's language with layouts: codes go from shared memory to the registers in which the matrix
-instruction of a warp group takes W, 16 bytes at a time, and x is its operand in shared memory.
+Codes become numbers of x's dtype in registers, where every one of them is exact; `_fragments` says how they lie. There
+are two kernels, both in Gluon, Triton's language with layouts, which is imported with the first product:
+
+    narrow   up to 16 rows of x; the warps of a program have every so many steps along its rows of W (Ampere and later)
+    wide     W is the operand in registers of a warp group's product, x that in shared memory (Hopper alone)
+
+Tolerance: products are summed in float32 and scales, in float32 too, are applied to the sums of groups. A row's result
+does not depend on the other rows, for one launch.
 """
 
+import functools
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere.async_copy import async_copy_global_to_shared as copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fledge.kernels._fragments import fragment_assembly
+from fledge.kernels._fragments import SPAN, fragment_assembly
 from fledge.kernels._overlap import overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, triton
 
 if TYPE_CHECKING:
     from fledge.kernels.quantized_linear import QuantizedWeight
 
+MAX_ROWS = 256
+_MAX_TILES = 4096
 
-class FragmentLaunch(TypedDict):
-    """A program has BLOCK_N rows of W, BLOCK_K bytes of each in a step, and one of SPLIT parts of the steps."""
 
-    SCALED: bool  # scales are applied to the numbers of W, rounded; else to sums of products
+class QuantizedLaunch(TypedDict):
+    """BLOCK_N rows of W and BLOCK_K bytes of each are what a program has in a step, or one warp of it if not WIDE."""
+
+    WIDE: bool
     BLOCK_M: int  # rows of x of a program at most
     BLOCK_N: int
     BLOCK_K: int
-    SPLIT: int
-    EARLY: int  # steps whose codes are fetched before the kernel that writes x has ended
+    SPLIT: int  # programs that share the steps along the same rows of W
     num_warps: int
     num_stages: int
 
 
+def choose_launch(
+    weight: "QuantizedWeight", *, rows: int, processors: int, has_wide: bool = True, has_room: bool = True
+) -> QuantizedLaunch | None:
+    """Return how to cut the work, or None where a dequantised matrix is better or the kernels do not take this one.
+
+    `has_wide` says that the GPU has products of warp groups, `has_room` that a program may have 200 KB. From a sweep on
+    an H200 (docs/log.md): matrices of 31, 47 and 217 rows for a multiprocessor, groups of 128 or whole rows. At 256
+    rows `gate_up` of an 8B model takes 112 to 120 us, and 235 dequantised first (92 of it the product).
+    """
+    columns, length = weight.codes.shape
+    if rows > MAX_ROWS or not _is_taken(weight):
+        return None
+    is_packed = length < weight.columns
+    is_tall, is_short = columns >= 128 * processors, columns < 40 * processors
+    narrow = _narrow(rows=rows, is_packed=is_packed, is_tall=is_tall, is_short=is_short, has_room=has_room)
+    while narrow["num_warps"] > 4 and length % (narrow["num_warps"] * narrow["BLOCK_K"]):
+        narrow["num_warps"] //= 2
+    is_even = length % (narrow["num_warps"] * narrow["BLOCK_K"]) == 0
+    if rows <= 16 and is_even and not (has_wide and is_tall and rows > 8):
+        return narrow
+    if not has_wide:
+        return None
+    wide = _wide(rows=rows, is_packed=is_packed, is_tall=is_tall, is_short=is_short)
+    if length % wide["BLOCK_K"]:
+        wide["BLOCK_K"] = SPAN
+    while length % (wide["BLOCK_K"] * wide["SPLIT"]):
+        wide["SPLIT"] //= 2
+    return wide
+
+
+def _is_taken(weight: "QuantizedWeight") -> bool:
+    """Whether codes are in fragments and a step of either kernel has whole groups, or is within one."""
+    step, group = SPAN * weight.columns // weight.codes.shape[1], weight.group_size
+    is_one_group = weight.scales.shape[1] == 1
+    return weight.in_fragments and (is_one_group or group in (16, 32, 64) or group % max(128, step) == 0)
+
+
+def _narrow(*, rows: int, is_packed: bool, is_tall: bool, is_short: bool, has_room: bool) -> QuantizedLaunch:
+    has_many_warps = has_room and (is_short or (rows <= 8 and not is_packed and not is_tall))
+    is_deep = has_room and rows <= 8 and is_packed and not is_tall and not is_short
+    return {
+        "WIDE": False,
+        "BLOCK_M": 16,
+        "BLOCK_N": 16 if has_many_warps and rows <= 8 else 32,
+        "BLOCK_K": SPAN,
+        "SPLIT": 1,
+        "num_warps": 8 if has_many_warps else 4,
+        "num_stages": 6 if is_deep else 4 if has_room else 3,
+    }
+
+
+def _wide(*, rows: int, is_packed: bool, is_tall: bool, is_short: bool) -> QuantizedLaunch:
+    launch: QuantizedLaunch = {
+        "WIDE": True,
+        "BLOCK_M": 16 if rows <= 16 else 64 if rows <= 64 else 128,
+        "BLOCK_N": 64,
+        "BLOCK_K": SPAN if is_packed or rows > 64 else 2 * SPAN,
+        "SPLIT": 1 if is_tall else 4,
+        "num_warps": 4,
+        "num_stages": 4,
+    }
+    if rows <= 16:
+        launch.update({"BLOCK_N": 64, "num_stages": 6} if is_packed else {"BLOCK_N": 128, "num_stages": 5})
+    elif rows <= 64:
+        if is_tall:
+            launch.update({"BLOCK_N": 128, "num_warps": 8})
+        elif rows > 32 and not is_short:
+            launch["SPLIT"] = 2
+    else:
+        parts = 1 if is_tall else 4 if is_short else 2
+        launch.update({"BLOCK_N": 128, "num_warps": 8, "SPLIT": parts if rows <= 128 else max(1, parts // 2)})
+        if not is_packed:
+            launch["num_stages"] = 5
+    return launch
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """How many parts of a tile are done, for launches with SPLIT; zero between launches, which follow each other."""
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+
+
 def fragment_linear_triton(
-    x: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None, *, launch: FragmentLaunch, counters: Tensor
+    x: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None, *, launch: QuantizedLaunch
 ) -> Tensor:
+    from fledge.kernels import _fragment_narrow, _fragment_wide  # noqa: PLC0415  Gluon: not for a CPU to wait for
+
     columns, length = weight.codes.shape
     rows, is_one_group = as_rows(x), weight.scales.shape[1] == 1
+    if rows.stride(0) % 16 or rows.data_ptr() % 16:  # x is copied 16 bytes at a time
+        rows = rows.clone(memory_format=torch.contiguous_format)
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
-    block_m = min(launch["BLOCK_M"], max(8, next_power_of_two(rows.shape[0])))
-    tiles = triton.cdiv(rows.shape[0], block_m), triton.cdiv(columns, launch["BLOCK_N"])
-    split, is_scaled = launch["SPLIT"], launch["SCALED"] and not is_one_group
-    sums = out
-    if split > 1:
-        sums = torch.empty(tiles[0] * tiles[1] * split * block_m * launch["BLOCK_N"], device=x.device)
-    steps = length // (launch["BLOCK_K"] * split)
-    assert steps * launch["BLOCK_K"] * split == length
-    assert steps >= launch["num_stages"] - 1
-    assert len(counters) >= tiles[0] * tiles[1] or split == 1
-    assembly, constraints = fragment_assembly(weight.kind, zeros=weight.zeros is not None, scaled=is_scaled)
-    _kernel[*tiles, split](
+    block_m = min(launch["BLOCK_M"], max(8, next_power_of_two(len(rows))))
+    tiles = triton.cdiv(len(rows), block_m), triton.cdiv(columns, launch["BLOCK_N"])
+    split = launch["SPLIT"]
+    assert length % (launch["BLOCK_K"] * (split if launch["WIDE"] else launch["num_warps"])) == 0
+    assembly, constraints = fragment_assembly(weight.kind, x.dtype, zeros=weight.zeros is not None)
+    tensors = (
         rows,
         weight.codes.view(torch.uint8),
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
         weight.scales if bias is None else bias,
         out,
-        sums,
-        counters,
-        rows.shape[0],
-        rows.stride(0),
-        COLUMNS=columns,
-        LENGTH=length,
-        HALVES=weight.columns // length,
-        GROUP=0 if is_one_group else weight.group_size,
-        ZEROS=weight.zeros is not None,
-        BIAS=bias is not None,
-        SCALED=is_scaled,
-        BLOCK_M=block_m,
-        BLOCK_N=launch["BLOCK_N"],
-        BLOCK_K=launch["BLOCK_K"],
-        SPLIT=split,
-        STAGES=launch["num_stages"],
-        EARLY=launch["EARLY"],
-        ASSEMBLY=assembly,
-        CONSTRAINTS=constraints,
-        num_warps=launch["num_warps"],
-        **overlapping(x.device),
     )
+    shared = {
+        "COLUMNS": columns,
+        "LENGTH": length,
+        "HALVES": weight.columns // length,
+        "GROUP": 0 if is_one_group else weight.group_size,
+        "ZEROS": weight.zeros is not None,
+        "BIAS": bias is not None,
+        "BLOCK_M": block_m,
+        "BLOCK_N": launch["BLOCK_N"],
+        "BLOCK_K": launch["BLOCK_K"],
+        "STAGES": launch["num_stages"],
+        "ASSEMBLY": assembly,
+        "CONSTRAINTS": constraints,
+        "num_warps": launch["num_warps"],
+        **overlapping(x.device),
+    }
+    if not launch["WIDE"]:
+        _fragment_narrow.kernel[(tiles[1],)](*tensors, len(rows), rows.stride(0), **shared)
+        return out
+    done, sums = counters(x.device), out
+    if split > 1:
+        assert tiles[0] * tiles[1] <= _MAX_TILES
+        sums = torch.empty(tiles[0] * tiles[1] * split * block_m * launch["BLOCK_N"], device=x.device)
+    _fragment_wide.kernel[*tiles, split](*tensors, sums, done, len(rows), rows.stride(0), SPLIT=split, **shared)
     return out
-
-
-@gluon.constexpr_function
-def _bases(rows, width):
-    """Bits of the address of a byte among [rows, width]: the thread's own 16, its lane, the strip of 16 rows, tiles."""
-    bases = [[0, 1], [8, 0], [0, 8], [0, 16], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    bases += [[16 << i, 0] for i in range((rows // 16).bit_length() - 1)]
-    return bases + [[0, 32 << i] for i in range((width // 32).bit_length() - 1)]
-
-
-@gluon.constexpr_function
-def _column(chunk, half, width, halves):
-    """Where in a step the columns of a chunk of bytes begin: those of its low halves, or of the high ones."""
-    return chunk * width // 64 * (64 * halves) + chunk * width % 64 + 64 * half
-
-
-@gluon.jit(do_not_specialize=["num_rows"])
-def _kernel(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    out_ptr,
-    sums_ptr,
-    counters_ptr,
-    num_rows,
-    x_stride,
-    COLUMNS: gl.constexpr,
-    LENGTH: gl.constexpr,
-    HALVES: gl.constexpr,
-    GROUP: gl.constexpr,
-    ZEROS: gl.constexpr,
-    BIAS: gl.constexpr,
-    SCALED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
-    ASSEMBLY: gl.constexpr,
-    CONSTRAINTS: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Write columns of out [rows, columns]. LENGTH are the bytes of a row of W; GROUP is 0 where it is one group."""
-    grouped: gl.constexpr = GROUP > 0
-    summed: gl.constexpr = grouped and not SCALED
-    size: gl.constexpr = GROUP if grouped else LENGTH * HALVES
-    width: gl.constexpr = GROUP if grouped and GROUP < 64 else 64  # bytes of W's rows, columns of x, for one product
-    chunks: gl.constexpr = BLOCK_K // width
-    columns: gl.constexpr = BLOCK_K * HALVES  # of W in a step
-    groups: gl.constexpr = columns // size if size < columns else 1
-    strips: gl.constexpr = BLOCK_N // 16
-    steps: gl.constexpr = LENGTH // BLOCK_K // SPLIT
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    per_row: gl.constexpr = gl.SliceLayout(1, mma)
-    code_copy: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 1, 32], [1, num_warps, 1], [2, 1, 0])
-    x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
-    scale_copy: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, num_warps], [1, 0])
-    code_ring_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    x_ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    scale_ring_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    fragments: gl.constexpr = gl.SharedLinearLayout(_bases(BLOCK_N, BLOCK_K))
-
-    if OVERLAP:
-        gdc_launch_dependents()
-    tile = gl.program_id(1) * BLOCK_N
-    first_row = gl.program_id(0) * BLOCK_M
-    begin = gl.program_id(2) * steps
-
-    code_ring = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK_K // 32, strips, 512], code_ring_layout)
-    x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, columns], x_ring_layout)
-    if grouped:
-        scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, groups, BLOCK_N], scale_ring_layout)
-    if ZEROS:
-        zero_ring = gl.allocate_shared_memory(gl.float32, [STAGES, groups, BLOCK_N], scale_ring_layout)
-
-    block = gl.arange(0, BLOCK_K // 32, gl.SliceLayout(1, gl.SliceLayout(2, code_copy)))[:, None][:, :, None]
-    strip = gl.arange(0, strips, gl.SliceLayout(0, gl.SliceLayout(2, code_copy)))[None, :][:, :, None]
-    byte = gl.arange(0, 512, gl.SliceLayout(0, gl.SliceLayout(1, code_copy)))[None, :][:, None, :]
-    strip = gl.minimum(tile // 16 + strip, COLUMNS // 16 - 1).to(gl.int64)
-    is_code = byte >= 0
-    codes_at = codes_ptr + strip * (16 * LENGTH) + (block * 512 + byte) + begin.to(gl.int64) * (16 * BLOCK_K)
-    row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, x_copy))
-    x_at = x_ptr + row.to(gl.int64)[:, None] * x_stride + gl.arange(0, columns, gl.SliceLayout(0, x_copy))[None, :]
-    x_at += begin * columns
-    inside = (row < num_rows)[:, None]
-    group = gl.arange(0, groups, gl.SliceLayout(1, scale_copy))[:, None]
-    weight_row = tile + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scale_copy))[None, :]
-    group_at = group * COLUMNS + weight_row
-
-    for step in gl.static_range(EARLY):
-        copy(code_ring.index(step), codes_at + step * (16 * BLOCK_K))
-        async_copy.commit_group()
-    if OVERLAP:
-        gdc_wait()
-    for step in gl.static_range(STAGES - 1):
-        if step >= EARLY:
-            copy(code_ring.index(step), codes_at + step * (16 * BLOCK_K))
-        copy(x_ring.index(step), x_at + step * columns, mask=inside)
-        at = group_at + (begin + step) * columns // size * COLUMNS
-        if grouped:
-            copy(scale_ring.index(step), scales_ptr + at, mask=weight_row < COLUMNS)
-        if ZEROS:
-            copy(zero_ring.index(step), zeros_ptr + at, mask=weight_row < COLUMNS)
-        async_copy.commit_group()
-
-    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
-    products = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma))
-    scale = gl.zeros([BLOCK_N], gl.float32, per_row)
-    for step in range(steps):
-        slot = step % STAGES
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        codes = code_ring.index(slot)._reinterpret(gl.uint8, [BLOCK_N, BLOCK_K], fragments)
-        for chunk in gl.static_range(chunks):
-            args = (codes.slice(chunk * width, width, dim=1).load(operand),)
-            if ZEROS:
-                for half in gl.static_range(HALVES):
-                    of_group = _group(zero_ring, slot, _column(chunk, half, width, HALVES) // size % groups)
-                    args = args + (_of_rows(of_group, operand, x_ptr.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
-            if SCALED:
-                for half in gl.static_range(HALVES):
-                    of_group = _group(scale_ring, slot, _column(chunk, half, width, HALVES) // size % groups)
-                    args = args + (_of_rows(of_group, operand, x_ptr.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
-            if HALVES == 2:
-                low, high = gl.inline_asm_elementwise(
-                    ASSEMBLY, CONSTRAINTS, args, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
-                )
-            else:
-                low = gl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, args, dtype=gl.bfloat16, is_pure=True, pack=4)
-                high = low
-            for half in gl.static_range(HALVES):
-                if (chunk == 0 and half == 0) or (summed and _column(chunk, half, width, HALVES) % size == 0):
-                    sums = warpgroup_mma_wait(0, deps=[products])
-                    if summed:
-                        acc = gl.fma(sums, gl.expand_dims(scale, 1).broadcast_to([BLOCK_N, BLOCK_M]), acc)
-                        of_group = _group(scale_ring, slot, _column(chunk, half, width, HALVES) // size % groups)
-                        scale = of_group.load(per_row)
-                    products = warpgroup_mma(
-                        high if half else low,
-                        x_ring.index(slot).slice(_column(chunk, half, width, HALVES), width, dim=1).permute((1, 0)),
-                        warpgroup_mma_init(sums),
-                        use_acc=not summed,
-                        is_async=True,
-                    )
-                else:
-                    products = warpgroup_mma(
-                        high if half else low,
-                        x_ring.index(slot).slice(_column(chunk, half, width, HALVES), width, dim=1).permute((1, 0)),
-                        products,
-                        is_async=True,
-                    )
-        gl.thread_barrier()  # everybody's products of the step before are done: its place in the rings is free
-        ahead = step + STAGES - 1
-        place = ahead % STAGES
-        is_there = ahead < steps  # not a branch: products are under way
-        copy(code_ring.index(place), codes_at + ahead * (16 * BLOCK_K), mask=is_code & is_there)
-        copy(x_ring.index(place), x_at + ahead * columns, mask=inside & is_there)
-        at = group_at + (begin + ahead) * columns // size * COLUMNS
-        if grouped:
-            copy(scale_ring.index(place), scales_ptr + at, mask=(weight_row < COLUMNS) & is_there)
-        if ZEROS:
-            copy(zero_ring.index(place), zeros_ptr + at, mask=(weight_row < COLUMNS) & is_there)
-        async_copy.commit_group()
-    sums = warpgroup_mma_wait(0, deps=[products])
-    if summed:
-        sums = gl.fma(sums, gl.expand_dims(scale, 1).broadcast_to([BLOCK_N, BLOCK_M]), acc)
-
-    if SPLIT > 1:
-        local = (
-            gl.arange(0, BLOCK_N, per_row)[:, None] * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
-        )
-        number = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-        area = sums_ptr + number.to(gl.int64) * (SPLIT * BLOCK_N * BLOCK_M)
-        gl.store(area + gl.program_id(2) * (BLOCK_N * BLOCK_M) + local, sums)
-        gl.thread_barrier()
-        count = gl.atomic_add(counters_ptr + number, 1)
-        if count != SPLIT - 1:
-            return
-        gl.store(counters_ptr + number, 0)
-        sums = gl.load(area + local, cache_modifier=".cg")
-        for part in range(1, SPLIT):
-            sums += gl.load(area + part * (BLOCK_N * BLOCK_M) + local, cache_modifier=".cg")
-    _finish(sums, tile, first_row, num_rows, scales_ptr, bias_ptr, out_ptr, grouped, BIAS, COLUMNS, num_warps)
-
-
-@gluon.jit
-def _finish(
-    sums,
-    tile,
-    first_row,
-    num_rows,
-    scales_ptr,
-    bias_ptr,
-    out_ptr,
-    grouped: gl.constexpr,
-    BIAS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Scales of whole rows and the bias; then turned, so that neighbours in `out` are written together."""
-    mma: gl.constexpr = sums.type.layout
-    columns: gl.constexpr = sums.shape[0]
-    rows: gl.constexpr = sums.shape[1]
-    wide: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
-    column = gl.minimum(tile + gl.arange(0, columns, gl.SliceLayout(1, mma)), COLUMNS - 1)
-    if not grouped:
-        sums *= gl.expand_dims(gl.load(scales_ptr + column), 1).broadcast_to([columns, rows])
-    if BIAS:
-        sums += gl.expand_dims(gl.load(bias_ptr + column).to(gl.float32), 1).broadcast_to([columns, rows])
-    out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), wide)
-    column = tile + gl.arange(0, columns, gl.SliceLayout(1, wide))
-    row = first_row + gl.arange(0, rows, gl.SliceLayout(0, wide))
-    inside = (column < COLUMNS)[:, None] & (row < num_rows)[None, :]
-    gl.store(out_ptr + row.to(gl.int64)[None, :] * COLUMNS + column[:, None], out, mask=inside)
-
-
-@gluon.jit
-def _of_rows(shared, layout: gl.constexpr, DTYPE: gl.constexpr):
-    return gl.expand_dims(shared.load(gl.SliceLayout(1, layout)), 1).to(DTYPE)
-
-
-@gluon.jit
-def _group(ring, slot, group: gl.constexpr):
-    """What a ring [stages, groups, rows of W] has for one group in one slot."""
-    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return ring.index(slot)._reinterpret(gl.float32, [ring.shape[1], ring.shape[2]], rows).index(group)

@@ -1,75 +1,15 @@
-"""x W^T + bias for up to 16 rows of x and a `QuantizedWeight` whose codes are in fragments: see `_fragments`.
+"""The narrow kernel of `fragment_linear`: blocks of 16 or 32 rows of W, so that every multiprocessor has some.
 
-Blocks of 32 rows of W, so that short matrices have one for every multiprocessor; each warp of a program has every so
-many steps along them, with sums of its own, which are added up at the end.
+Each warp of a program has every so many steps along them, with sums of its own, which are added up at the end.
 """
 
-from typing import TYPE_CHECKING, TypedDict
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import async_copy_global_to_shared as copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fledge.kernels._fragments import fragment_assembly
-from fledge.kernels._overlap import overlapping
-from fledge.kernels._triton import as_rows, next_power_of_two, triton
-from fledge.kernels.fragment_linear import _column, _finish
-
-if TYPE_CHECKING:
-    from fledge.kernels.quantized_linear import QuantizedWeight
-
-
-class NarrowLaunch(TypedDict):
-    """A program has BLOCK_N rows of W; each of its warps BLOCK_K bytes of each of them in a step."""
-
-    BLOCK_N: int
-    BLOCK_K: int
-    EARLY: int  # steps whose codes are fetched before the kernel that writes x has ended
-    num_warps: int
-    num_stages: int
-
-
-def fragment_narrow_triton(
-    x: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None, *, launch: NarrowLaunch
-) -> Tensor:
-    columns, length = weight.codes.shape
-    rows, is_one_group = as_rows(x), weight.scales.shape[1] == 1
-    out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
-    block_m = max(8, next_power_of_two(rows.shape[0]))
-    steps = length // (launch["BLOCK_K"] * launch["num_warps"])
-    assert steps * launch["BLOCK_K"] * launch["num_warps"] == length
-    assert steps >= launch["num_stages"] - 1
-    assembly, constraints = fragment_assembly(weight.kind, zeros=weight.zeros is not None, scaled=False)
-    _kernel[(triton.cdiv(columns, launch["BLOCK_N"]),)](
-        rows,
-        weight.codes.view(torch.uint8),
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
-        weight.scales if bias is None else bias,
-        out,
-        rows.shape[0],
-        rows.stride(0),
-        COLUMNS=columns,
-        LENGTH=length,
-        HALVES=weight.columns // length,
-        GROUP=0 if is_one_group else weight.group_size,
-        ZEROS=weight.zeros is not None,
-        BIAS=bias is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=launch["BLOCK_N"],
-        BLOCK_K=launch["BLOCK_K"],
-        STAGES=launch["num_stages"],
-        EARLY=launch["EARLY"],
-        ASSEMBLY=assembly,
-        CONSTRAINTS=constraints,
-        num_warps=launch["num_warps"],
-        **overlapping(x.device),
-    )
-    return out
+from fledge.kernels._fragment_wide import column_of, decode, finish
 
 
 @gluon.constexpr_function
@@ -82,7 +22,7 @@ def _bases(ways, rows, width):
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def _kernel(
+def kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
@@ -101,7 +41,6 @@ def _kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
     ASSEMBLY: gl.constexpr,
     CONSTRAINTS: gl.constexpr,
     OVERLAP: gl.constexpr,
@@ -154,20 +93,20 @@ def _kernel(
     way = gl.arange(0, num_warps, gl.SliceLayout(0, gl.SliceLayout(2, scale_copy)))[None, :][:, :, None]
     weight_row = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(1, scale_copy)))[None, :][:, None, :] + tile
 
-    for step in gl.static_range(EARLY):
-        copy(code_ring.index(step), codes_at + step * (512 * blocks))
+    for step in gl.static_range(STAGES - 1):  # weights need not wait for the kernel before
+        if step < steps:
+            copy(code_ring.index(step), codes_at + step * (512 * blocks))
         async_copy.commit_group()
     if OVERLAP:
         gdc_wait()
     for step in gl.static_range(STAGES - 1):
-        if step >= EARLY:
-            copy(code_ring.index(step), codes_at + step * (512 * blocks))
-        copy(x_ring.index(step), x_at + step * (num_warps * columns), mask=inside)
-        at = (((step * num_warps + way) * columns) // size + group) * COLUMNS + weight_row
-        if grouped:
-            copy(scale_ring.index(step), scales_ptr + at, mask=weight_row < COLUMNS)
-        if ZEROS:
-            copy(zero_ring.index(step), zeros_ptr + at, mask=weight_row < COLUMNS)
+        if step < steps:
+            copy(x_ring.index(step), x_at + step * (num_warps * columns), mask=inside)
+            at = (((step * num_warps + way) * columns) // size + group) * COLUMNS + weight_row
+            if grouped:
+                copy(scale_ring.index(step), scales_ptr + at, mask=weight_row < COLUMNS)
+            if ZEROS:
+                copy(zero_ring.index(step), zeros_ptr + at, mask=weight_row < COLUMNS)
         async_copy.commit_group()
 
     acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, mma)
@@ -180,22 +119,17 @@ def _kernel(
             args = (codes.slice(chunk * width, width, dim=2).load(operand),)
             if ZEROS:
                 for half in gl.static_range(HALVES):
-                    zeros = _group(zero_ring, slot, _column(chunk, half, width, HALVES) // size % groups, flat)
-                    args = args + (gl.expand_dims(zeros.load(gl.SliceLayout(2, operand)), 2).to(gl.bfloat16),)  # type: ignore[assignment]  # noqa: RUF005
-            if HALVES == 2:
-                low, high = gl.inline_asm_elementwise(
-                    ASSEMBLY, CONSTRAINTS, args, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
-                )
-            else:
-                low = gl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, args, dtype=gl.bfloat16, is_pure=True, pack=4)
-                high = low
+                    zeros = _group(zero_ring, slot, column_of(chunk, half, width, HALVES) // size % groups, flat)
+                    zeros = gl.expand_dims(zeros.load(gl.SliceLayout(2, operand)), 2)
+                    args = args + (zeros.to(x_ptr.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
+            low, high = decode(args, HALVES, x_ptr.dtype.element_ty, ASSEMBLY, CONSTRAINTS)
             for half in gl.static_range(HALVES):
-                x = x_ring.index(slot).slice(_column(chunk, half, width, HALVES), width, dim=2).permute((0, 2, 1))
-                if grouped and _column(chunk, half, width, HALVES) % size == 0:
+                x = x_ring.index(slot).slice(column_of(chunk, half, width, HALVES), width, dim=2).permute((0, 2, 1))
+                if grouped and column_of(chunk, half, width, HALVES) % size == 0:
                     products = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, mma)
                 products = mma_v2(high if half else low, x.load(x_operand), products)
                 if grouped and _ends(chunk, half, width, HALVES, chunks, size):
-                    scale = _group(scale_ring, slot, _column(chunk, half, width, HALVES) // size % groups, flat)
+                    scale = _group(scale_ring, slot, column_of(chunk, half, width, HALVES) // size % groups, flat)
                     scale = gl.expand_dims(scale.load(per_row), 2).broadcast_to([num_warps, BLOCK_N, BLOCK_M])
                     acc = gl.fma(products, scale, acc)
         gl.thread_barrier()
@@ -210,18 +144,19 @@ def _kernel(
         if ZEROS:
             copy(zero_ring.index(place), zeros_ptr + at, mask=(weight_row < COLUMNS) & is_there)
         async_copy.commit_group()
+    async_copy.wait_group(0)  # those that are not there write zeros, and what follows uses the same memory
     if not grouped:
         acc = products
     in_one: gl.constexpr = gl.BlockedLayout([num_warps, 1, 1], [1, 32, 1], [1, 1, num_warps], [1, 2, 0])
     sums = gl.sum(gl.convert_layout(acc, in_one), axis=0)
-    _finish(sums, tile, 0, num_rows, scales_ptr, bias_ptr, out_ptr, grouped, BIAS, COLUMNS, num_warps)
+    finish(sums, tile, 0, num_rows, scales_ptr, bias_ptr, out_ptr, grouped, BIAS, COLUMNS, num_warps)
 
 
 @gluon.constexpr_function
 def _ends(chunk, half, width, halves, chunks, size):
     """Whether these are the last columns of a group, or of a step."""
     last = chunk == chunks - 1 and half == halves - 1
-    return last or (_column(chunk, half, width, halves) + width) % size == 0
+    return last or (column_of(chunk, half, width, halves) + width) % size == 0
 
 
 @gluon.jit

@@ -25,6 +25,8 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from fledge.kernels import _overlap, invariant_attention
+from fledge.kernels.dequantize import dequantize_rows_triton
+from fledge.kernels.fragment_linear import fragment_linear_triton
 from fledge.kernels.invariant_linear import choose_tiles, tiled_linear
 from fledge.layers.config import LatentConfig
 from tests.unit.kernels import (
@@ -60,6 +62,23 @@ def _tiles(columns: int, size: int) -> None:
         tiled_linear(x, weight, None, launch)
 
 
+def _fragments(case: quantized_cases.Case, dtype: torch.dtype) -> None:
+    """Every launch that is chosen for this kind of weight."""
+    kind, group, with_zeros = case
+    weight = quantized_cases.quantized(kind, *quantized_cases.SHAPE, group, with_zeros=with_zeros, device="meta")
+    bias = torch.empty(quantized_cases.SHAPE[0], dtype=dtype, device="meta")
+    for rows, launch in quantized_cases.launches(weight):
+        x = torch.empty(rows, weight.columns, dtype=dtype, device="meta")
+        fragment_linear_triton(x, weight, bias, launch=launch)
+
+
+def _dequantize(case: quantized_cases.Case) -> None:
+    kind, group, with_zeros = case
+    for rows in (quantized_cases.SHAPE[0], 40):  # in fragments, and as stored
+        weight = quantized_cases.quantized(kind, rows, 1024, group, with_zeros=with_zeros, device="meta")
+        dequantize_rows_triton(weight, 0, rows, BF16)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "uniforms": partial(cases.uniforms, 7, 4, CPU),
     "sample": partial(cases.sample, 12, 9001, BF16, CPU),
@@ -80,11 +99,10 @@ CASES: dict[str, Callable[[], None]] = {
     "experts of many rows": partial(expert_cases.experts, 16, 16, 8, 2048, 768, BF16, CPU, 7.0),
     "draft_input": partial(cases.draft_input, 5, 2048, BF16, CPU),
 }
-for kind, group, with_zeros in quantized_cases.KINDS:
-    product = partial(quantized_cases.quantized_linear, columns=1024, size=2048, dtype=BF16, device=CPU)
-    for rows in (4, 64, 256, 300):
-        alone = partial(product, rows=rows, kinds=[(kind, group, with_zeros)])
-        CASES[f"quantized_linear {kind} {group} {with_zeros} {rows}"] = alone
+for case in quantized_cases.KINDS:
+    for dtype in (BF16, torch.float16) if case in (("fp8", None, False), ("int4", 128, True)) else (BF16,):
+        CASES[f"quantized_linear {case} {dtype}"] = partial(_fragments, case, dtype)
+    CASES[f"dequantize {case}"] = partial(_dequantize, case)
 for norm in (False, True):
     CASES[f"rope_store {norm=}"] = partial(cases.rope_store, 18, 32, 8, 128, BF16, CPU, norm=norm)
 for head_dim in (64, 128):

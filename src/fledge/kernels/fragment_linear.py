@@ -105,13 +105,13 @@ def _wide(*, rows: int, is_packed: bool, is_tall: bool, is_short: bool) -> Quant
     elif rows <= 64:
         if is_tall:
             launch.update({"BLOCK_N": 128, "num_warps": 8})
+            if rows > 32 and not is_packed:
+                launch.update({"BLOCK_K": SPAN, "num_stages": 6})
         elif rows > 32 and not is_short:
             launch["SPLIT"] = 2
     else:
         parts = 1 if is_tall else 4 if is_short else 2
         launch.update({"BLOCK_N": 128, "num_warps": 8, "SPLIT": parts if rows <= 128 else max(1, parts // 2)})
-        if not is_packed:
-            launch["num_stages"] = 5
     return launch
 
 
@@ -167,5 +167,15 @@ def fragment_linear_triton(
     if split > 1:
         assert tiles[0] * tiles[1] <= _MAX_TILES
         sums = torch.empty(tiles[0] * tiles[1] * split * block_m * launch["BLOCK_N"], device=x.device)
-    _fragment_wide.kernel[*tiles, split](*tensors, sums, done, len(rows), rows.stride(0), SPLIT=split, **shared)
+    has_two = launch["num_warps"] == 8 and block_m <= 64  # programs on a multiprocessor, if registers are enough
+    _fragment_wide.kernel[*tiles, split](
+        *tensors,
+        sums,
+        done,
+        len(rows),
+        rows.stride(0),
+        SPLIT=split,
+        maxnreg=128 if has_two else None,
+        **shared,
+    )
     return out

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from fledge.kernels import quantized_linear as multiplying
+from fledge.kernels._triton import next_power_of_two
 from fledge.kernels.dequantize import dequantize_rows_triton
-from fledge.kernels.fragment_linear import QuantizedLaunch, fragment_linear_triton
+from fledge.kernels.fragment_linear import QuantizedLaunch, choose_launch, fragment_linear_triton
 from fledge.kernels.quantized_linear import Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
 from tests.unit.kernels.cases import close, randn
 from tests.unit.kernels.interpreter import in_triton
@@ -25,6 +26,9 @@ KINDS: list[Case] = [  # codes, group or whole rows, with zero points
     ("fp4", 16, False),
     ("fp4", 32, False),
 ]
+
+SHAPE = 2272, 8192  # no whole tile of W at the end, more steps than stages
+_TALL, _MIDDLING, _SHORT = 16, 50, 66  # multiprocessors for which SHAPE is that
 
 
 def quantized(
@@ -55,6 +59,18 @@ def quantized(
         zeros=torch.randint(-8, 8, (rows, groups), device=device).to(torch.int8) if with_zeros else None,
     )
     return weight if is_stored else for_gpu(weight)
+
+
+def launches(weight: QuantizedWeight) -> list[tuple[int, QuantizedLaunch]]:
+    """Every launch that is chosen for a weight of SHAPE, with rows of x for which it is."""
+    found: dict[str, tuple[int, QuantizedLaunch]] = {}
+    for rows in (5, 12, 30, 60, 100, 200):
+        for processors in (_TALL, _MIDDLING, _SHORT):
+            launch = choose_launch(weight, rows=rows, processors=processors)
+            assert launch is not None
+            block_m = min(launch["BLOCK_M"], next_power_of_two(rows))
+            found.setdefault(repr((block_m, launch)), (rows, launch))
+    return list(found.values())
 
 
 def quantized_linear(

@@ -1,4 +1,4 @@
-"""Codes in fragments: where each one is, that the assembly makes of a word what `code_values` says, which launch runs."""
+"""Codes in fragments: where each one is, that assembly makes of a word what `code_values` says, which launch runs."""
 
 import re
 

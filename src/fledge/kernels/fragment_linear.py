@@ -71,9 +71,8 @@ def choose_launch(
 
 def _is_taken(weight: "QuantizedWeight") -> bool:
     """Whether codes are in fragments and a step of either kernel has whole groups, or is within one."""
-    step, group = SPAN * weight.columns // weight.codes.shape[1], weight.group_size
-    is_one_group = weight.scales.shape[1] == 1
-    return weight.in_fragments and (is_one_group or group in (16, 32, 64) or group % max(128, step) == 0)
+    group, is_one_group = weight.group_size, weight.scales.shape[1] == 1
+    return weight.in_fragments and (is_one_group or group in (16, 32, 64) or group % (2 * SPAN) == 0)
 
 
 def _narrow(*, rows: int, is_packed: bool, is_tall: bool, is_short: bool, has_room: bool) -> QuantizedLaunch:
@@ -101,7 +100,7 @@ def _wide(*, rows: int, is_packed: bool, is_tall: bool, is_short: bool) -> Quant
         "num_stages": 4,
     }
     if rows <= 16:
-        launch.update({"BLOCK_N": 64, "num_stages": 6} if is_packed else {"BLOCK_N": 128, "num_stages": 5})
+        launch.update({"num_stages": 6} if is_packed else {"BLOCK_N": 128, "num_stages": 5})
     elif rows <= 64:
         if is_tall:
             launch.update({"BLOCK_N": 128, "num_warps": 8})

@@ -76,8 +76,8 @@ def _fragments(case: quantized_cases.Case, dtype: torch.dtype) -> None:
 
 def _dequantize(case: quantized_cases.Case) -> None:
     kind, group, with_zeros = case
-    for rows in (quantized_cases.SHAPE[0], 40):  # in fragments, and as stored
-        weight = quantized_cases.quantized(kind, rows, 1024, group, with_zeros=with_zeros, device="meta")
+    for rows, columns in (quantized_cases.SHAPE, (40, 1024)):  # in fragments, and as stored
+        weight = quantized_cases.quantized(kind, rows, columns, group, with_zeros=with_zeros, device="meta")
         dequantize_rows_triton(weight, 0, rows, BF16)
 
 

@@ -50,7 +50,7 @@ def _under_way(instructions: list[str], labels: dict[str, int], begin: int) -> l
         if at in seen or at >= len(instructions) or "WARPGROUP.DEPBAR" in instructions[at]:
             continue
         seen.add(at)
-        jump = re.search(r"BRA `\((\.L_\w+)\)", instructions[at])
+        jump = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", instructions[at])
         if jump:
             todo.append(labels[jump[1]])
         if not (instructions[at].startswith("EXIT") or (jump and not instructions[at].startswith("@"))):

@@ -3,7 +3,8 @@
     python tools/compile_kernels.py [part of a name ...]
 
 Triton's interpreter, under which the tests run kernels without a GPU, takes code that the compiler refuses. Here the
-compiler runs down to the binary, with shapes that models have, and nothing is launched: results are not looked at.
+compiler runs down to the binary, with shapes that models have, and nothing is launched: results are not looked at, but
+the machine code is, for a race that has been there before (`tools/sass.py`).
 Prints what each kernel takes of shared memory, of which an H100 has 227 KiB for a program.
 """
 
@@ -20,11 +21,14 @@ os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from tools.sass import disassembled, overwritten_operands
 from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from fledge.kernels import _overlap, invariant_attention
+from fledge.kernels.dequantize import dequantize_rows_triton
+from fledge.kernels.fragment_linear import fragment_linear_triton
 from fledge.kernels.invariant_linear import choose_tiles, tiled_linear
 from fledge.layers.config import LatentConfig
 from tests.unit.kernels import (
@@ -60,6 +64,23 @@ def _tiles(columns: int, size: int) -> None:
         tiled_linear(x, weight, None, launch)
 
 
+def _fragments(case: quantized_cases.Case, dtype: torch.dtype) -> None:
+    """Every launch that is chosen for this kind of weight."""
+    kind, group, with_zeros = case
+    weight = quantized_cases.quantized(kind, *quantized_cases.SHAPE, group, with_zeros=with_zeros, device="meta")
+    bias = torch.empty(quantized_cases.SHAPE[0], dtype=dtype, device="meta")
+    for rows, launch in quantized_cases.launches(weight):
+        x = torch.empty(rows, weight.columns, dtype=dtype, device="meta")
+        fragment_linear_triton(x, weight, bias, launch=launch)
+
+
+def _dequantize(case: quantized_cases.Case) -> None:
+    kind, group, with_zeros = case
+    for rows, columns in (quantized_cases.SHAPE, (40, 1024)):  # in fragments, and as stored
+        weight = quantized_cases.quantized(kind, rows, columns, group, with_zeros=with_zeros, device="meta")
+        dequantize_rows_triton(weight, 0, rows, BF16)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "uniforms": partial(cases.uniforms, 7, 4, CPU),
     "sample": partial(cases.sample, 12, 9001, BF16, CPU),
@@ -82,11 +103,10 @@ CASES: dict[str, Callable[[], None]] = {
     "experts of many rows": partial(expert_cases.experts, 16, 16, 8, 2048, 768, BF16, CPU, 7.0),
     "draft_input": partial(cases.draft_input, 5, 2048, BF16, CPU),
 }
-for kind, group, with_zeros in quantized_cases.KINDS:
-    product = partial(quantized_cases.quantized_linear, columns=1024, size=2048, dtype=BF16, device=CPU)
-    for rows in (4, 64, 256, 300):
-        alone = partial(product, rows=rows, kinds=[(kind, group, with_zeros)])
-        CASES[f"quantized_linear {kind} {group} {with_zeros} {rows}"] = alone
+for case in quantized_cases.KINDS:
+    for dtype in (BF16, torch.float16) if case in (("fp8", None, False), ("int4", 128, True)) else (BF16,):
+        CASES[f"quantized_linear {case} {dtype}"] = partial(_fragments, case, dtype)
+    CASES[f"dequantize {case}"] = partial(_dequantize, case)
 for norm in (False, True):
     CASES[f"rope_store {norm=}"] = partial(cases.rope_store, 18, 32, 8, 128, BF16, CPU, norm=norm)
 for head_dim in (64, 128):
@@ -154,6 +174,8 @@ def main(parts: list[str]) -> int:
         def run(*args: Any, **settings: Any) -> None:
             found = kernel.warmup(*args, grid=grid, **settings)
             compiled.append(f"{kernel.fn.__name__} {found.metadata.shared / 1024:.0f} KiB")
+            if races := overwritten_operands(disassembled(found.asm["cubin"])):
+                raise RuntimeError(f"registers are written that a product may still read: {races[0]}")
 
         return run
 

@@ -16,7 +16,6 @@ if torch.cuda.is_available():
 
 from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
-from fledge.kernels.skinny_quantized import choose_launch
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.layers.block import SparseMLP
 from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeConfig
@@ -110,23 +109,16 @@ def invariant_attention() -> None:
 
 @check
 def quantized_linear() -> None:
-    """The launches chosen for tall, middling and short matrices; every one takes a second or more to compile."""
-    tall, middling, short = 30, 100, 132  # multiprocessors for 4,440 rows of W
-    whole_rows: quantized_cases.Case = ("int4", None, False)
-    for kind, group, with_zeros in (quantized_cases.KINDS[i] for i in (0, 1, 4, 5, 6, 8, 9, 10)):
-        weight = quantized_cases.quantized(kind, 4440, 2048, group, with_zeros=with_zeros, device=GPU)
+    """Every launch chosen for tall, middling and short matrices; each takes a second or more to compile."""
+    for kind, group, with_zeros in quantized_cases.KINDS:
+        weight = quantized_cases.quantized(kind, *quantized_cases.SHAPE, group, with_zeros=with_zeros, device=GPU)
         quantized_cases.dequantized(weight, BF16)
-        is_swept = (kind, group) in {("fp8", None), ("int4", None), ("int4", 128)} and not with_zeros
-        for processors in (tall, middling, short) if is_swept else (tall,):
-            for rows in (5, 40, 200):
-                launch = choose_launch(weight, rows=rows, processors=processors)
-                assert (launch is None) == (rows == 200 and (kind, group, with_zeros) == whole_rows)
-                if launch is not None:
-                    quantized_cases.skinny_quantized(rows, weight, BF16, GPU, launch=launch)
-    quantized_cases.quantized_linear(12, 256, 8192, BF16, GPU, kinds=quantized_cases.KINDS[:1])
-    quantized_cases.quantized_linear(200, 256, 2048, BF16, GPU, kinds=[whole_rows])
-    for rows, size in ((3, 2048), (300, 384)):
-        quantized_cases.quantized_linear(rows, 256, size, FP16, GPU, kinds=[quantized_cases.KINDS[i] for i in (4, 6)])
+        for rows, launch in quantized_cases.launches(weight):
+            quantized_cases.fragment_linear(rows, weight, BF16, GPU, launch=launch)
+    few, some = ([quantized_cases.KINDS[i] for i in chosen] for chosen in ((4, 9), (0, 4, 9, 11)))
+    quantized_cases.quantized_linear(40, 272, 2048, FP16, GPU, kinds=some)
+    for rows, columns, size in ((3, 256, 3584), (12, 256, 640), (300, 256, 384), (3, 40, 384)):  # the last as stored
+        quantized_cases.quantized_linear(rows, columns, size, FP16, GPU, kinds=few)
 
 
 @check

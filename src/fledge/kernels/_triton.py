@@ -92,6 +92,14 @@ def processors(device: torch.device) -> int:
 
 
 @functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Which instructions of NVIDIA's a GPU has, (0, 0) for another's; without one, for the compiler, Hopper's."""
+    if device.type != "cuda":
+        return 9, 0
+    return (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
+
+
+@functools.cache
 def has_room(device: torch.device) -> bool:
     """Whether a program may have the 200 KB of shared memory that some launches take: data-centre GPUs since 2022."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)

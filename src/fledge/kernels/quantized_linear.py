@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels._triton import as_rows, has_room, processors, runs_triton
+from fledge.kernels._fragments import SPAN, TILE_ROWS, from_fragments, to_fragments
+from fledge.kernels._triton import as_rows, capability, has_room, processors, runs_triton
 from fledge.kernels.dequantize import dequantize_rows_triton
-from fledge.kernels.skinny_quantized import choose_launch, skinny_quantized_triton
+from fledge.kernels.fragment_linear import choose_launch, counters, fragment_linear_triton
 
 Kind = Literal["int8", "fp8", "int4", "fp4"]
 BITS: dict[Kind, int] = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 INT4_OFFSET = 8
-MIN_SPAN, MAX_SPAN = 16, 64
 _PIECE_BYTES = 1 << 25
 
 
@@ -42,15 +42,16 @@ class QuantizedWeight:
     scales: Tensor  # [rows, groups], a floating-point dtype in which they are exact
     zeros: Tensor | None = None  # [rows, groups], small integers; None: all zero, as always for floating-point codes
     order: Tensor | None = None  # int64 [columns]: column i of the codes is this column of the matrix (act-order)
-    span: int = 1  # columns from the code in a byte's low half to that in the high one
+    in_fragments: bool = False  # codes lie as the GPU's kernels read them: see `for_gpu`
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """All rows of several matrices in one; None where they have not the same layout."""
+    """All rows of several matrices, as stored, in one; None where they have not the same layout."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    layouts = {(one.kind, one.columns, one.group_size, one.zeros is None, one.order is None, one.span) for one in parts}
+    assert not any(one.in_fragments for one in parts)
+    layouts = {(one.kind, one.columns, one.group_size, one.zeros is None, one.order is None) for one in parts}
     orders = [one.order for one in parts if one.order is not None]
     if len(layouts) > 1 or any(not torch.equal(order, orders[0]) for order in orders):
         return None
@@ -67,11 +68,17 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     """Return x W^T + bias for x [..., columns] and bias [rows]: on a GPU from the codes, unless x has many."""
     if runs_triton(x, weight.codes, bias) and x.numel() > 0:
         x = x if weight.order is None else x.index_select(-1, weight.order)
-        rows = x.numel() // x.shape[-1]
-        suits = x.element_size() == 2 and (rows <= 16 or has_room(x.device))
-        launch = choose_launch(weight, rows=rows, processors=processors(x.device)) if suits else None
+        launch = None
+        if x.element_size() == 2 and capability(x.device) >= (8, 0):
+            launch = choose_launch(
+                weight,
+                rows=x.numel() // x.shape[-1],
+                processors=processors(x.device),
+                has_wide=capability(x.device)[0] == 9,
+                has_room=has_room(x.device),
+            )
         if launch is not None:
-            return skinny_quantized_triton(x, weight, bias, launch=launch)
+            return fragment_linear_triton(x, weight, bias, launch=launch)
         return _in_pieces(x, weight, bias)
     return F.linear(x, dequantize(weight, x.dtype), bias)
 
@@ -103,10 +110,12 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> T
 
 def code_values(weight: QuantizedWeight) -> Tensor:
     """What the codes stand for, in float32 [rows, columns]; columns in the order of the codes."""
+    codes, span = weight.codes, 1
+    if weight.in_fragments:
+        codes, span = from_fragments(codes.view(torch.uint8)).view(codes.dtype), SPAN
     if BITS[weight.kind] == 8:
-        return weight.codes.float()
-    spans = weight.codes.unflatten(1, (-1, weight.span))
-    halves = torch.stack([spans & 15, spans >> 4], dim=-2).flatten(1)
+        return codes.float()
+    halves = _halves(codes, span)
     if weight.kind == "int4":
         return halves.float() - INT4_OFFSET
     exponent, mantissa = (halves >> 1) & 3, halves & 1
@@ -131,17 +140,26 @@ def for_gpu(weight: QuantizedWeight) -> QuantizedWeight:
     """The same matrix in the layout that the GPU's kernels read.
 
     Scales and zero points of neighbouring rows are neighbours, in 32 bits: the least that is copied asynchronously.
-    Of codes in four bits, a `span` is 64 columns, or a group where that is less; the codes stay as they are where the
-    columns are not whole pairs of spans.
+    Codes are in fragments (`_fragments`), those of four bits SPAN columns apart in a byte; they stay as they are, for
+    products with the dequantised matrix alone, where rows or bytes are not whole tiles.
     """
     zeros = None if weight.zeros is None else weight.zeros.float().T.contiguous().T
     weight = replace(weight, scales=weight.scales.float().T.contiguous().T, zeros=zeros)
-    span = min(MAX_SPAN, weight.group_size)
-    if BITS[weight.kind] == 8 or span < MIN_SPAN or weight.columns % (2 * span) or span == weight.span:
+    rows, length = weight.codes.shape
+    if weight.in_fragments or rows % TILE_ROWS or length % SPAN:
         return weight
-    spans = weight.codes.unflatten(1, (-1, weight.span))
-    halves = torch.stack([spans & 15, spans >> 4], dim=-2).flatten(1).unflatten(1, (-1, 2, span))
-    return replace(weight, codes=(halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1), span=span)
+    codes = weight.codes.view(torch.uint8)
+    if BITS[weight.kind] == 4:
+        halves = _halves(codes, 1).unflatten(1, (-1, 2, SPAN))
+        codes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
+    counters(codes.device)  # before a graph is captured
+    return replace(weight, codes=to_fragments(codes).view(weight.codes.dtype), in_fragments=True)
+
+
+def _halves(codes: Tensor, span: int) -> Tensor:
+    """Bytes -> codes of four bits [rows, columns]; the two in a byte are `span` columns apart."""
+    spans = codes.unflatten(1, (-1, span))
+    return torch.stack([spans & 15, spans >> 4], dim=-2).flatten(1)
 
 
 def in_fewest_bits(scales: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         if quantized.codes.is_cuda:
             quantized = for_gpu(quantized)
-        self.span = quantized.span
+        self.in_fragments = quantized.in_fragments
         self.kind, self.group_size = quantized.kind, quantized.group_size
         self.in_features, self.out_features = quantized.columns, len(quantized.scales)
         self.dtype = dtype  # that the model computes in
@@ -37,7 +37,7 @@ class QuantizedLinear(nn.Module):
             scales=self.scales,
             zeros=self.zeros,
             order=self.order,
-            span=self.span,
+            in_fragments=self.in_fragments,
         )
 
     @property

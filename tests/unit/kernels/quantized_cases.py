@@ -4,9 +4,10 @@ import torch
 import torch.nn.functional as F
 
 from fledge.kernels import quantized_linear as multiplying
+from fledge.kernels._triton import next_power_of_two
 from fledge.kernels.dequantize import dequantize_rows_triton
+from fledge.kernels.fragment_linear import QuantizedLaunch, choose_launch, fragment_linear_triton
 from fledge.kernels.quantized_linear import Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
-from fledge.kernels.skinny_quantized import QuantizedLaunch, skinny_quantized_triton
 from tests.unit.kernels.cases import close, randn
 from tests.unit.kernels.interpreter import in_triton
 
@@ -26,9 +27,19 @@ KINDS: list[Case] = [  # codes, group or whole rows, with zero points
     ("fp4", 32, False),
 ]
 
+SHAPE = 2272, 8192  # no whole tile of W at the end, more steps than stages
+_TALL, _MIDDLING, _SHORT = 16, 50, 66  # multiprocessors for which SHAPE is that
+
 
 def quantized(
-    kind: Kind, rows: int, columns: int, group: int | None, *, with_zeros: bool, device: str
+    kind: Kind,
+    rows: int,
+    columns: int,
+    group: int | None,
+    *,
+    with_zeros: bool,
+    device: str,
+    is_stored: bool = False,
 ) -> QuantizedWeight:
     """Every code there is, scales of very different sizes."""
     codes = torch.randint(0, 16 if kind in {"int4", "fp4"} else 256, (rows, columns), device=device).to(torch.uint8)
@@ -39,16 +50,27 @@ def quantized(
     else:
         codes = pack_halves(codes)
     groups = 1 if group is None else columns // group
-    return for_gpu(
-        QuantizedWeight(
-            kind=kind,
-            columns=columns,
-            group_size=group or columns,
-            codes=codes,
-            scales=torch.rand(rows, groups, device=device).add(0.1).mul(0.02),
-            zeros=torch.randint(-8, 8, (rows, groups), device=device).to(torch.int8) if with_zeros else None,
-        )
+    weight = QuantizedWeight(
+        kind=kind,
+        columns=columns,
+        group_size=group or columns,
+        codes=codes,
+        scales=torch.rand(rows, groups, device=device).add(0.1).mul(0.02),
+        zeros=torch.randint(-8, 8, (rows, groups), device=device).to(torch.int8) if with_zeros else None,
     )
+    return weight if is_stored else for_gpu(weight)
+
+
+def launches(weight: QuantizedWeight) -> list[tuple[int, QuantizedLaunch]]:
+    """Every launch that is chosen for a weight of SHAPE, with rows of x for which it is."""
+    found: dict[str, tuple[int, QuantizedLaunch]] = {}
+    for rows in (5, 12, 30, 60, 100, 200):
+        for processors in (_TALL, _MIDDLING, _SHORT):
+            launch = choose_launch(weight, rows=rows, processors=processors)
+            assert launch is not None
+            block_m = min(launch["BLOCK_M"], next_power_of_two(rows))
+            found.setdefault(repr((block_m, launch)), (rows, launch))
+    return list(found.values())
 
 
 def quantized_linear(
@@ -64,20 +86,22 @@ def quantized_linear(
 
 
 def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:
-    first = 3
+    first = 16
     rows = [dequantize_rows_triton(weight, start, 16, dtype) for start in range(first, len(weight.scales), 16)]
     assert torch.equal(torch.cat(rows), dequantize(weight, dtype)[first:])
 
 
-def skinny_quantized(
+def fragment_linear(
     rows: int, weight: QuantizedWeight, dtype: torch.dtype, device: str, *, launch: QuantizedLaunch
 ) -> None:
     """Sums of products of exact numbers: rounded once here as in the kernel."""
     x = randn(rows, weight.columns, dtype=dtype, device=device)
     bias = randn(len(weight.scales), dtype=dtype, device=device)
     exact = F.linear(x.double(), dequantize(weight).double(), bias.double())
-    out = skinny_quantized_triton(x, weight, bias, launch=launch)
+    out = fragment_linear_triton(x, weight, bias, launch=launch)
     close(out, exact.to(dtype), 1, size=float(exact.abs().max()))
+    again = fragment_linear_triton(x, weight, bias, launch=launch)
+    assert torch.equal(again, out), "nothing depends on which program ends first"
     x[:-1] = 0
-    alone = skinny_quantized_triton(x, weight, bias, launch=launch)
+    alone = fragment_linear_triton(x, weight, bias, launch=launch)
     assert torch.equal(alone[-1], out[-1]), "a row does not depend on its neighbours"

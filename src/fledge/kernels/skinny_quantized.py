@@ -51,11 +51,14 @@ def choose_launch(weight: "QuantizedWeight", *, rows: int, processors: int) -> Q
     is_packed, is_grouped = length < weight.columns, weight.scales.shape[1] > 1
     is_tall, is_short = columns >= 128 * processors, columns < 40 * processors
     has_large_groups = weight.group_size >= 128
-    if rows > MAX_ROWS or (rows > 64 and is_packed and not is_grouped):  # the latter was wrong: docs/quantised.md
+    # Where scales are applied to numbers of four bits, or none are, the compiler may reuse the registers of a product
+    # that is still reading them (docs/quantised.md): such launches are not used.
+    is_int4 = weight.kind == "int4"
+    if rows > MAX_ROWS or (rows > 16 and is_int4 and not is_grouped):
         return None
     launch: QuantizedLaunch = {
         "WIDE": rows > 16,
-        "SCALED": rows > 64 or (rows > 16 and is_packed and has_large_groups),
+        "SCALED": not is_int4 and (rows > 64 or (rows > 16 and is_packed and has_large_groups)),
         "BLOCK_M": 64,
         "BLOCK_N": 32,
         "BLOCK_K": weight.span if is_packed else 128,
@@ -80,7 +83,7 @@ def choose_launch(weight: "QuantizedWeight", *, rows: int, processors: int) -> Q
         launch.update({"BLOCK_M": 128, "BLOCK_N": 64 if is_short else 128, "num_warps": 4 if is_short else 8})
         if is_tall:
             launch["BLOCK_K"] = min(64, launch["BLOCK_K"])
-            if is_packed and has_large_groups and weight.zeros is None:
+            if is_packed and not is_int4 and has_large_groups and weight.zeros is None:
                 launch.update({"BLOCK_M": 256, "num_stages": 3})
             elif not is_packed and not is_grouped:
                 launch["BLOCK_M"] = 256

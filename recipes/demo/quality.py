@@ -2,23 +2,17 @@
 
 from collections import Counter
 
+from fledge.decoding.statistics import repeated_tokens
 from recipes.demo import jsonlines
 
 SAME_LINE = 3  # times, at most
-SIZE = 8  # words of a sequence whose return is a repetition
-REPEATED = 0.2  # of an answer's words inside such sequences, at most: small models copy loops
+REPEATED = 0.2  # of an answer's words inside sequences of it that return, at most: small models copy loops
 
 
-def repeated_share(text: str, size: int = SIZE) -> float:
-    """Share of the words that lie inside a sequence of `size` words seen before in the same text."""
+def repeated_share(text: str) -> float:
+    """Share of the words that lie inside a sequence of words seen before in the same text."""
     words = text.split()
-    inside = [False] * len(words)
-    seen: set[tuple[str, ...]] = set()
-    for start, window in enumerate(zip(*(words[i:] for i in range(size)), strict=False)):
-        if window in seen:
-            inside[start : start + size] = [True] * size
-        seen.add(window)
-    return sum(inside) / max(1, len(words))
+    return sum(repeated_tokens(words)) / max(1, len(words))
 
 
 def acceptable(record: jsonlines.Record) -> bool:

@@ -10,7 +10,7 @@ they say nothing about the drafter.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 HOPELESS_ROUNDS, HOPELESS_RATE = 30, 0.05
@@ -18,12 +18,12 @@ REPEATED_NGRAM = 8
 LOOPING = 0.2  # of a target's tokens: where more are repeated, its figures without repetition are the ones to compare
 
 
-def repeated_tokens(tokens: Sequence[int], n: int = REPEATED_NGRAM) -> list[bool]:
+def repeated_tokens(tokens: Sequence[Hashable], n: int = REPEATED_NGRAM) -> list[bool]:
     """Which tokens of an answer are inside an n-gram that was in it before; overlapping itself counts.
 
     A target that loops is easy to draft for, so acceptance inside repetition says little about a drafter.
     """
-    found, seen = [False] * len(tokens), set[tuple[int, ...]]()
+    found, seen = [False] * len(tokens), set[tuple[Hashable, ...]]()
     for end in range(n, len(tokens) + 1):
         ngram = tuple(tokens[end - n : end])
         if ngram in seen:
@@ -64,11 +64,12 @@ class AcceptanceStatistics:
 
     @classmethod
     def outside_repetition(
-        cls, rounds: Iterable[tuple[int, int, int]], repeated: Sequence[bool]
+        cls, rounds: Iterable[tuple[int, int, int]], repeated: Sequence[bool], *, prompt_tokens: int = 0
     ) -> "AcceptanceStatistics":
-        """Count the rounds (first place in the answer, drafted, accepted) that do not start on a repeated token."""
+        """Count the rounds (first place in prompt and answer, drafted, accepted) that start on no repeated token."""
         found = cls()
-        found.count((drafted, accepted) for start, drafted, accepted in rounds if not any(repeated[start : start + 1]))
+        within = ((start - prompt_tokens, drafted, accepted) for start, drafted, accepted in rounds)
+        found.count((drafted, accepted) for start, drafted, accepted in within if not any(repeated[start : start + 1]))
         return found
 
     def since(self, before: "AcceptanceStatistics") -> "AcceptanceStatistics":

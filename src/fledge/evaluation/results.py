@@ -181,13 +181,13 @@ def answer_facts(
 ) -> dict[str, Any]:
     """What a `RequestRecord` says of an answer. A round that starts on a repeated token is not fresh."""
     repeated = repeated_tokens(tokens)
-    within = ((start - prompt_tokens, drafted, accepted) for start, drafted, accepted in rounds)
+    fresh = AcceptanceStatistics.outside_repetition(rounds, repeated, prompt_tokens=prompt_tokens)
     return {
         "prompt_tokens": prompt_tokens,
         "output_tokens": len(tokens),
         "digest": token_digest(tokens),
         "acceptance": tally_triples(acceptance),
-        "fresh_acceptance": tally_triples(AcceptanceStatistics.outside_repetition(within, repeated)),
+        "fresh_acceptance": tally_triples(fresh),
         "repeated_tokens": sum(repeated),
     }
 

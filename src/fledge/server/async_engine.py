@@ -374,11 +374,9 @@ class Generation:
         whole, fresh, tokens = [], [], 0
         for text in self._texts:
             if (metrics := text.metrics) is not None:
-                repeated = repeated_tokens(text.token_ids)
-                first = metrics.prompt_tokens
-                within = ((start - first, drafted, accepted) for start, drafted, accepted in metrics.rounds)
+                repeated, prompt = repeated_tokens(text.token_ids), metrics.prompt_tokens
                 whole.append(metrics.acceptance)
-                fresh.append(AcceptanceStatistics.outside_repetition(within, repeated))
+                fresh.append(AcceptanceStatistics.outside_repetition(metrics.rounds, repeated, prompt_tokens=prompt))
                 tokens += sum(repeated)
         told = AcceptanceStatistics.merge(fresh).to_dict() if any(part.tally for part in fresh) else None
         return {**AcceptanceStatistics.merge(whole).to_dict(), "outside_repetition": told, "repeated_tokens": tokens}

@@ -89,6 +89,22 @@ def test_acceptance_is_compared_prompt_by_prompt():
     assert told[EAGLE_3].verdict == "same"
 
 
+def test_acceptance_without_repetition_is_compared_where_both_sides_tell():
+    def told(results, *, loops: bool):
+        def fresh(r):
+            kept = tuple((d, 0 if loops else a, n) for d, a, n in r.acceptance)
+            return replace(r, fresh_acceptance=kept)
+
+        cells = [replace(cell, requests=tuple(map(fresh, cell.requests))) for cell in results.cells]
+        return replace(results, cells=tuple(cells))
+
+    results = before(repeats=1)
+    found = compare(told(results, loops=False), told(results, loops=True))
+    verdict = {one.metric: one.verdict for one in found.changes if (one.contender, str(one.load)) == (EAGLE_3, "C=1")}
+    assert (verdict["acceptance"], verdict["fresh-acceptance"]) == ("same", "worse")
+    assert not [one for one in compare(results, results).changes if one.metric == "fresh-acceptance"]
+
+
 def test_between_machines_only_ratios_to_the_own_baseline_are_compared():
     other = {**PROVENANCE, "device": "Other GPU"}
     found = compare(before(), after(speed=3.0, provenance=other))

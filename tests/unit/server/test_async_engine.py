@@ -7,12 +7,14 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fledge import SamplingParams
-from fledge.engine.outputs import RequestUpdate
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.outputs import RequestMetrics, RequestUpdate, RoundRecord
 from fledge.engine.protocol import DeadEngineError, EngineStats
 from fledge.errors import PromptError
 from fledge.server.async_engine import AsyncEngine, Generation, TextDelta
@@ -86,6 +88,27 @@ async def at_rest(engine: AsyncEngine) -> None:
     in_engine(engine, lambda inner: inner.check_integrity())
     assert in_engine(engine, lambda inner: inner.stats().kv_used) == 0
     assert engine.active == 0
+
+
+def test_a_report_tells_rounds_outside_repetition_apart() -> None:
+    rounds = (RoundRecord(9, 2, 1), RoundRecord(9 + 9, 2, 2), RoundRecord(9 + 16, 2, 0))
+    acceptance = AcceptanceStatistics()
+    acceptance.count((one.drafted, one.accepted) for one in rounds)
+    metrics = RequestMetrics(
+        acceptance=acceptance,
+        rounds=rounds,
+        prompt_tokens=9,
+        cached_tokens=0,
+        preemptions=0,
+        time_to_first_token=None,
+        seconds=1.0,
+    )
+    generation = object.__new__(Generation)
+    generation.n, generation.prompt_tokens, generation.output_tokens = 1, 9, 17
+    generation._texts = [SimpleNamespace(token_ids=[*range(8), *range(8), 50], metrics=metrics)]  # type: ignore[list-item]
+    told = generation.usage(speculation={"enabled": True})["speculation"]
+    assert (told["rounds"], told["accepted_by_depth"], told["repeated_tokens"]) == (3, [2, 1], 8)
+    assert (told["outside_repetition"]["rounds"], told["outside_repetition"]["accepted_by_depth"]) == (2, [1, 0])
 
 
 def test_answers_are_those_of_the_offline_engine() -> None:

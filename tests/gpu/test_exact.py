@@ -33,6 +33,7 @@ TREE = {"num_speculative_tokens": 5, "tree_width": 4, "tree_budget": 16}
 MIXES: dict[str, dict[str, Any]] = {
     "K = 1, 100 at once": {"max_num_seqs": 100, "depth": 1},
     "K = 3, 16 at once, prompts in chunks": {"max_num_seqs": 16, "depth": 3, "max_num_batched_tokens": 256},
+    "K = 5, 256 at once": {"max_num_seqs": 256, "depth": 5},
     "K = 7, 64 at once, preempted": {"depth": 7, "num_blocks": 60},
     "adaptive, 64 at once": {"depth": 3, "adaptive": True},
     "trees, 24 at once": {"max_num_seqs": 24, "tree": TREE},

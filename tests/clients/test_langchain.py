@@ -62,4 +62,5 @@ def test_tools_are_the_models_choice_unless_told(chat) -> None:
 def test_structured_output(chat, method: str) -> None:
     assert isinstance(chat.with_structured_output(City, method=method).invoke(QUESTION), City)
     schema = {"title": "city", "description": "A city.", **json.loads(json.dumps(City.model_json_schema()))}
+    schema["additionalProperties"] = False  # or the model may add some
     assert set(chat.with_structured_output(schema, method=method).invoke(QUESTION)) == set(City.model_fields)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_parity.comparison import Difference, Meant, compare, folded, read_meant
+from tests.vllm_parity.comparison import Difference, Meant, compare, differences, folded, read_meant
 from tests.vllm_parity.request_cases import RequestCase
 
 pytestmark = pytest.mark.vllm  # beside what it serves
@@ -65,6 +65,13 @@ def test_identities_times_and_rounding_are_no_difference() -> None:
         answer["body"]["choices"][0]["logprobs"]["content"][0]["logprob"] = -0.5001
 
     assert changed(change) == []
+
+
+@pytest.mark.parametrize("token", ["id", "created", "arguments"])
+def test_a_token_that_reads_as_a_field_has_a_logprob(token: str) -> None:
+    ours, near, theirs = ({"top_logprobs": [{token: logprob}]} for logprob in (-1.5, -1.4999, -1.4))
+    found = [list(differences(CASE, {"logprobs": ours}, {"logprobs": other})) for other in (near, theirs)]
+    assert [len(one) for one in found] == [0, 1]
 
 
 def stream(*parts: dict[str, Any], ending: str = "data: [DONE]\n\n") -> str:

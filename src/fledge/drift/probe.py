@@ -118,14 +118,15 @@ class Prober:
 
         def make() -> AnsweredPrompts:
             changed = perturb(perturbation, prompts, context)
+            if changed.skip is not None:
+                return AnsweredPrompts(prompts=(), answers=(), left_out=changed.left_out, skip=changed.skip)
             encoded = tuple(segmented(prompt, context.tokenizer) for prompt in changed.prompts)
             answers = self.source.answers(
                 [list(read.token_ids) for read in encoded],
                 [replace(sampling, seed=settings.seed + i) for i in range(len(encoded))],
                 lambda done, total: advance(0, note=f"{perturbation.name}: answer {done}/{total}"),
             )
-            left_out, skip = changed.left_out, changed.skip
-            return AnsweredPrompts(prompts=encoded, answers=tuple(answers), left_out=left_out, skip=skip)
+            return AnsweredPrompts(prompts=encoded, answers=tuple(answers), left_out=changed.left_out)
 
         depends_on = [
             [VERSION, self.target_identity, perturbation.name, [asdict(prompt) for prompt in prompts]],

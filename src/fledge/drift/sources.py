@@ -42,7 +42,7 @@ from fledge.vllm_states.files import CapturedLayers, StateFiles, StateReader
 CONCURRENCY = 32  # requests at once, at each vLLM
 MAX_BYTES = 4 << 30  # of states that are written and not yet read
 KEPT_BYTES = 2 << 30  # of states that are kept for other drafters
-MAX_ROWS = 1 << 13  # tokens of several texts that the target reads together
+MAX_ROWS = 1 << 15  # tokens of several texts that are read together
 
 
 _T = TypeVar("_T")

@@ -127,7 +127,7 @@ def drift(
 ) -> None:
     """Show whether drafters drift: a verdict in words, and a report.
 
-    Real speculation is observed, depth by depth: where attention goes, how states grow, what is accepted. Then the same
+    Speculation is observed, depth by depth: where attention goes, how states grow, what is accepted. Then the same
     prompts come in other shapes. After Ctrl-C the same command goes on where it was.
     """
     target, drafters = models(target, drafter)

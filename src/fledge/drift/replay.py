@@ -32,7 +32,7 @@ from fledge.models.target.decoder import TargetModel, TargetStates
 MAX_SCORES = 1 << 25  # attention weights that exist at a time, whatever the context
 _MAX_LOGITS = 1 << 25  # the same of logits, but for
 _MIN_ROUNDS = 256  # that draft together whatever the vocabulary
-_DRAWN = 1 << 13  # vectors of noise that are kept: drafters are probed on the same places
+_DRAWN = 1 << 14  # vectors of noise that are kept: drafters are probed on the same places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class Replay:
         said = [[*one.tokens, *one.beyond, *[-1] * (depth + 1)] for one in self._passages]
         text = Rows([len(one) for one in said], self._kinds.device)
         flat = torch.tensor([token for one in said for token in one], device=self._kinds.device)
-        first_places = text.offsets[verified.sequences] + verified.slots + 1  # [begins]: before what is drafted first
+        before = text.offsets[verified.sequences] + verified.slots + 1  # [begins]: the last token that a round knows
         found = [0] * len(self._starts)
         for rounds in self._pieces(depth):
             storage = DraftedRows(verified, rounds, max(1, depth - 1), records=False)
@@ -188,7 +188,7 @@ class Replay:
             for d in range(1, depth + 1):
                 numbers = storage.rounds.numbers
                 drafts = drafter.to_target_ids(argmax_rows(drafter.logits(step.head)))
-                stands = (drafts == flat[first_places[storage.rounds.index] + d]).nonzero()[:, 0]
+                stands = (drafts == flat[before[storage.rounds.index] + d]).nonzero()[:, 0]
                 which = stands.tolist()
                 for i in which:
                     found[numbers[i]] = d
@@ -212,7 +212,7 @@ class Replay:
             where = {start: base + i for i, start in enumerate(passage.starts)}
             numbers += [where[start] for start in chosen]
             base += len(passage.starts)
-        drafter, verified, parts = self._drafter, self._verified, list[dict[str, Tensor]]()
+        drafter, verified, pieces = self._drafter, self._verified, list[dict[str, Tensor]]()
         for rounds in self._pieces(depth, numbers):
             storage = DraftedRows(verified, rounds, max(1, depth - 1))
             step = self._begun(rounds)
@@ -222,14 +222,13 @@ class Replay:
                 fed = feeding(step.feature, fed_first, begun, d)
                 step = drafter(recorded[-1]["drafts"], fed, rounds.slots + d - 1, storage)
                 recorded.append(self._record(step, storage, d))
-            parts.append({name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]})
-        chosen_rounds = torch.tensor(numbers, device=self._kinds.device)
-        found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        found["visible"] = self._visible(chosen_rounds, depth)
-        found["fused_rms"] = _rms(self._truth[1][verified.index[chosen_rounds]])
-        read = self._read[chosen_rounds]
-        found["contributions"] = _contributions(read, drafter.fc.weight, len(fusion_parts(drafter)))
-        found["starts"] = verified.slots[chosen_rounds] + 2
+            pieces.append({name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]})
+        index = torch.tensor(numbers, device=self._kinds.device)
+        found = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        found["starts"] = verified.slots[index] + 2
+        found["visible"] = self._visible(index, depth)
+        found["fused_rms"] = _rms(self._truth[1][verified.index[index]])
+        found["contributions"] = _contributions(self._read[index], drafter.fc.weight, len(fusion_parts(drafter)))
         counts = [len(chosen) for chosen in starts]
         split = {name: torch.split(x.cpu(), counts) for name, x in found.items()}
         return [Replayed(**{name: parts[i] for name, parts in split.items()}) for i in range(len(counts))]

@@ -14,7 +14,6 @@ attention alone wants them as a batch, padded (`Rows`). Its weights are reduced 
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +69,10 @@ class CausalPass:
 
 
 class Rounds:
-    """Some rounds, by their numbers among the `begins` of `VerifiedRows`, ascending, which draft together."""
+    """Some rounds, by their numbers among the `begins` of `VerifiedRows`, ascending, which draft together.
+
+    `last` [sequences] is the last row of each sequence.
+    """
 
     def __init__(self, numbers: Sequence[int], begins: Sequence[tuple[int, int]], last: Tensor) -> None:
         self.numbers = list(numbers)
@@ -84,7 +86,7 @@ class Rounds:
         self.slots = torch.tensor([slot for _, slot in chosen], device=device)  # [rounds]
         self.seen = max(slot for _, slot in chosen) + 1  # verified rows that any of them sees
         self.padded_slots = self.rows.pad(self.slots)[..., None]  # [sequences, most rounds, 1]
-        self.padded_last = last[self.sequences][:, None, None]  # [sequences, 1, 1]: the last row of each
+        self.padded_last = last[self.sequences][:, None, None]  # [sequences, 1, 1]
 
 
 class VerifiedRows:
@@ -110,22 +112,21 @@ class VerifiedRows:
         self.index = rows.offsets[self.sequences] + self.slots  # [begins]: among all rows
         self.layers: list[tuple[AttentionSpec, Tensor, Tensor, Tensor]] = []
         distance = (rows.lengths - 1)[rows.sequence] - rows.place
-        self._columns = torch.cat([F.one_hot(segments, len(Segment)), distance[:, None]], dim=1)
-
-    @cached_property
-    def _summary(self) -> Tensor:
-        return self.rows.pad(self._columns)[:, None]  # [sequences, 1, longest, segments + 1]
+        columns = torch.cat([F.one_hot(segments, len(Segment)), distance[:, None]], dim=1)
+        self._columns = rows.pad(columns)[:, None]  # [sequences, 1, longest, segments + 1]
 
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         assert spec.layer == len(self.layers), "one pass, layer by layer"
-        query, key, value = (self.rows.pad(x) for x in heads.finished())
-        self.keep(spec, self.rows.flat(query)[self.index], key, value)
-        return self.rows.flat(causal_attention(query, key, value, scale=spec.scale, window=spec.sliding_window))
+        query, *sides = heads.finished()
+        key, value = map(self.rows.pad, sides)
+        self.keep(spec, query[self.index], key, value)
+        batch = self.rows.pad(query), key, value
+        return self.rows.flat(causal_attention(*batch, scale=spec.scale, window=spec.sliding_window))
 
     def keep(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Keep of a layer the queries of `begins` and, as a batch [sequences, longest, kv_heads, dim], its rows."""
         keys, values = (_wide(side).transpose(1, 2) for side in (key, value))
-        columns = self._summary.to(values.dtype).expand(-1, values.shape[1], -1, -1)
+        columns = self._columns.to(values.dtype).expand(-1, values.shape[1], -1, -1)
         self.layers.append((spec, query, keys.contiguous(), torch.cat([values, columns], dim=-1)))
 
     @property
@@ -240,11 +241,9 @@ class DraftedRows:
         old, rounds = self.rounds, self._verified.rounds([self.rounds.numbers[i] for i in which])
         left = DraftedRows(self._verified, rounds, self._steps, records=False)
         index = torch.tensor(which, device=old.slots.device)
-        for layer, (keys, values) in self._own.items():
-            left._own[layer] = (
-                rounds.rows.pad(old.rows.flat(keys)[index]),
-                rounds.rows.pad(old.rows.flat(values)[index]),
-            )
+        for layer, sides in self._own.items():
+            keys, values = (rounds.rows.pad(old.rows.flat(side)[index]) for side in sides)
+            left._own[layer] = keys, values
         left._passes = self._passes.copy()
         return left
 

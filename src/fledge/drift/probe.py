@@ -24,7 +24,7 @@ from fledge.drift.perturb import Perturbation, PerturbationContext, perturb
 from fledge.drift.prompts import ProbePrompt, Segment, segmented, with_earlier_answers
 from fledge.drift.replay import MAX_SCORES, Feeding, Passage, Replay, Replayed, fusion_parts, rounds_taken
 from fledge.drift.result import AnswerExample, DriftResult, ExampleToken, PromptRow
-from fledge.drift.sources import MAX_ROWS, CapturedSource, OwnSource, Source, VllmServers, in_batches
+from fledge.drift.sources import CapturedSource, OwnSource, Source, VllmServers, in_batches
 from fledge.drift.storages import RECENT_TOKENS
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.outputs import RoundRecord
@@ -203,7 +203,7 @@ class Prober:
         self, answered: AnsweredPrompts, perturbation: Perturbation
     ) -> Iterator[tuple[int, list[RoundRecord], Replayed]]:
         """Of each prompt that has rounds: its number, how they went, and what was seen. Several share a pass."""
-        settings, depth = self.settings, self.source.drafting_depth
+        settings, depth, device = self.settings, self.source.drafting_depth, self.source.drafter.fc.weight.device
         feeding = Feeding(noise=perturbation.noise, pin=perturbation.pins, seed=settings.seed)
         pairs = zip(answered.prompts, answered.answers, strict=True)
         texts = [(*read.token_ids, *answer.token_ids) for read, answer in pairs]
@@ -212,7 +212,7 @@ class Prober:
         chosen.sort(key=lambda i: len(texts[i]))  # those that share a pass should be of about one length
         numbered = zip(chosen, self.source.states([texts[i] for i in chosen]), strict=True)
         observed = {"recent_tokens": settings.recent_tokens, "max_scores": settings.max_scores}
-        for several in in_batches(numbered, lambda pair: len(texts[pair[0]]), MAX_ROWS):
+        for several in in_batches(numbered, lambda pair: len(texts[pair[0]]), device):
             passages = [self._passage(answered, i, texts[i], states) for i, states in several]
             replay = Replay(self.source.drafter, passages, **observed)
             taken = [

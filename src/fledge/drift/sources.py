@@ -41,8 +41,8 @@ from fledge.vllm_states.files import CapturedLayers, StateFiles, StateReader
 
 CONCURRENCY = 32  # requests at once, at each vLLM
 MAX_BYTES = 4 << 30  # of states that are written and not yet read
+MAX_ROWS, MAX_ROWS_ON_CPU = 1 << 15, 1 << 11  # tokens of several texts that are read together
 KEPT_BYTES = 2 << 30  # of states that are kept for other drafters
-MAX_ROWS = 1 << 15  # tokens of several texts that are read together
 
 
 _T = TypeVar("_T")
@@ -141,7 +141,7 @@ class OwnSource:
     def states(self, texts: Iterable[Sequence[int]]) -> Iterator[TargetStates]:
         """They are the same for all drafters that read these layers: what there is room for is kept."""
         layers, wanted = self.drafter.aux_layer_ids, [tuple(text) for text in texts]
-        for several in in_batches(wanted, len, MAX_ROWS):
+        for several in in_batches(wanted, len, self.llm.target.embed_tokens.weight.device):
             missing = [text for text in dict.fromkeys(several) if (layers, text) not in self._kept]
             found = dict(zip(missing, target_states(self.llm.target, missing, layers) if missing else (), strict=True))
             for text in several:
@@ -164,8 +164,12 @@ class OwnSource:
         self.llm.close()
 
 
-def in_batches(items: Iterable[_T], size: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
-    """Yield items in turn, in lists that are no larger than `most` together, or of one."""
+def in_batches(items: Iterable[_T], size: Callable[[_T], int], device: torch.device) -> Iterator[list[_T]]:
+    """Yield texts in turn, those that are to be read together in a list: no more tokens than are good for a device.
+
+    A GPU wants few launches, a CPU what its caches hold.
+    """
+    most = MAX_ROWS_ON_CPU if device.type == "cpu" else MAX_ROWS
     batch, total = list[_T](), 0
     for item in items:
         if batch and total + size(item) > most:

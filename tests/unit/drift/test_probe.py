@@ -142,11 +142,13 @@ def test_the_probe_drafts_deeper_than_the_engine(ids_pair: Path) -> None:
     assert shallow.acceptance.accepted_by_depth[0] == engine.accepted_by_depth[0]
 
 
-def test_pieces_do_not_change_the_result(ids_pair: Path) -> None:
+def test_pieces_do_not_change_the_result(ids_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prober = steady(ids_pair, "eagle3")
     whole = probe(prober)
+    monkeypatch.setattr(sources, "MAX_ROWS_ON_CPU", 1)  # each text by itself, the shortest first
     pieces = probe(prober, settings=replace(SETTINGS, max_scores=40))
     assert pieces.tally == whole.tally
+    assert [row.tally for row in pieces.prompt_rows] == [row.tally for row in whole.prompt_rows]
     for one, other in zip(whole.by_depth, pieces.by_depth, strict=True):
         assert one.attention.mass == pytest.approx(other.attention.mass, abs=1e-6)
         assert one.feature_rms == pytest.approx(other.feature_rms, rel=1e-5)

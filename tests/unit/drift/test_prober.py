@@ -148,7 +148,7 @@ def test_states_that_do_not_fit_make_place_for_those_that_are_wanted(
     prober.load(str(pair / "eagle3.1"))
     original = sources.target_states
     monkeypatch.setattr(sources, "target_states", lambda *a: read.extend(map(len, a[1])) or original(*a))
-    monkeypatch.setattr(sources, "MAX_ROWS", 12)
+    monkeypatch.setattr(sources, "MAX_ROWS_ON_CPU", 12)
     (one,) = prober.source.states([[1] * 5])
     monkeypatch.setattr(sources, "KEPT_BYTES", sources._bytes(one) * 12 // 5)  # for twelve tokens
     for texts in ([[1] * 5, [2] * 7], [[2] * 7, [1] * 5], [[2] * 7, [3] * 4, [4] * 3], [[1] * 5, [4] * 3, [2] * 7]):

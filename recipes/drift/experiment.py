@@ -2,7 +2,8 @@
 
 OUT/answers/          the stages of `fledge train` that all drafters share: prepare, regenerate, vocab, capture
 OUT/drafters/NAME/    a run of `fledge train` for each drafter; those stages are links
-OUT/probes/NAME/      what the probe leaves of each; NAME.json is what the report reads of it
+OUT/probes/answers/   the target's answers to the prompts of the probe, once for all drafters
+OUT/probes/NAME/      what the probe leaves of each drafter; NAME.json is what the report reads of it
 OUT/results.json, report.html, report.png
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 from fledge.drift.change import AttentionChange, attention_change, compare_changes, shares_by_depth
 from fledge.drift.perturb import UNPERTURBED, parse_perturbation, texts
 from fledge.drift.result import DriftResult
-from fledge.drift.suite import GROUPS, acceptance_counts, base_counts
+from fledge.drift.suite import GROUPS, acceptance_counts
 from fledge.errors import ConfigError
 from fledge.files import read_json
 from fledge.records import Record
@@ -161,8 +161,7 @@ def _condition_result(
         return None
     left = None
     if several is not plain:
-        untouched = _panel(base_counts(run, base) for run, base in zip(several, plain, strict=True))
-        left = bootstrap.compare_panels(panel, untouched)
+        left = bootstrap.compare_panels(panel, _panel(acceptance_counts(run) for run in plain))
     totals = panel.values.sum(axis=1)  # [seeds, columns]
     return ConditionResult(
         prompts=several[0].prompts,

@@ -8,19 +8,21 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fledge.devices import choose_device
+from fledge.drift.answers import KeptAnswers
+from fledge.drift.perturb import Perturbation, parse_perturbation
 from fledge.drift.probe import Prober, ProbeSettings
 from fledge.drift.prompts import load_probe_workload
-from fledge.drift.suite import run_suite
+from fledge.drift.suite import NO_MEMORY, cell_path, probe_cell, probe_prompts
 from fledge.errors import ConfigError, FledgeError
 from fledge.evaluation.workloads import Workload
-from fledge.files import json_line, write_text
+from fledge.files import json_line, read_json, write_text
 from fledge.progress import Advance, Progress
 from fledge.training.pipeline import Pipeline
 from fledge.training.stages.evaluate import read_held_out
@@ -28,9 +30,10 @@ from fledge.training.stages.prepare import HELD_OUT
 from recipes.drift.experiment import Experiment, Fit
 
 SHARED = ("prepare", "regenerate", "vocab", "capture")  # stages whose output is the same for all drafters
-_GPU_MEMORY = 0.5  # of the device, for the keys and values of all processes that probe; the replay needs the rest
+_GPU_MEMORY = 0.3  # of the device, for the keys and values of all processes that probe; states and replay need the rest
 _LOOK_SECONDS = 2.0  # between looks at what has been done
 _QUIET = Progress(quiet=True)
+_Share = TypeVar("_Share")
 
 
 def train(experiment: Experiment, out: Path, processes: int, progress: Progress) -> None:
@@ -72,24 +75,52 @@ def _train_share(experiment: Experiment, out: Path, fits: Sequence[Fit], _proces
 
 
 def probe(experiment: Experiment, out: Path, processes: int, progress: Progress) -> None:
-    """Probe all drafters. A process keeps its target and probes its share of them one after another."""
+    """Probe all drafters. A process keeps its target, and of a condition its answers and states."""
     for fit in experiment.fits:
         if not drafter_directory(out, fit).is_dir():
             raise ConfigError(f"{drafter_directory(out, fit)}: is not there; run --stage train first")
-    processes = min(processes, len(experiment.fits))
-    shares = [experiment.fits[number::processes] for number in range(processes)]
+    conditions = [Perturbation(), *map(parse_perturbation, experiment.probe.conditions)]
 
     def done() -> int:
-        return sum(len(list((out / "probes" / fit.name).glob("cells/*/*.json"))) for fit in experiment.fits)
+        return sum(_cell(out, fit, condition).is_file() for fit in experiment.fits for condition in conditions)
 
-    total = len(experiment.fits) * (1 + len(experiment.probe.conditions))
-    work = partial(_probe_share, experiment, out)
+    total = len(experiment.fits) * len(conditions)
+    work = partial(_probe_share, experiment, out, _workload(experiment, out))
+    shares = probe_shares(conditions, experiment.fits, processes)
     _side_by_side(work, shares, processes, progress.task("probe", total, done()), done)
+    for fit in experiment.fits:
+        cells = {condition.name: read_json(_cell(out, fit, condition)) for condition in conditions}
+        skips = {name: NO_MEMORY if cell is None else cell["skip"] for name, cell in cells.items()}
+        found = {name: cell["result"] for name, cell in cells.items() if cell is not None and not cell["skip"]}
+        for depth in (depth for result in found.values() for depth in result["by_depth"]):
+            depth["heads"] = []  # most of the bytes, and the report is about the mean of all
+        skipped = {name: skip for name, skip in skips.items() if skip is not None}
+        write_text(out / "probes" / f"{fit.name}.json", json_line({"results": found, "skipped": skipped}))
 
 
-def _probe_share(experiment: Experiment, out: Path, fits: Sequence[Fit], processes: int) -> Iterator[None]:
-    section, recipe = experiment.probe, experiment.recipe(fits[0], out / "answers")
-    workload = _workload(experiment, out)
+class ProbeShare(NamedTuple):
+    """Drafters that are probed one after another under one condition."""
+
+    condition: Perturbation
+    fits: Sequence[Fit]
+
+
+def probe_shares(conditions: Sequence[Perturbation], fits: Sequence[Fit], processes: int) -> list[ProbeShare]:
+    """All cells, by condition: what drafters share there is made once for each share. For several processes half of
+    the drafters, then half of what is left, ...: the shares that end last are of one drafter.
+    """
+    shares, left = list[ProbeShare](), list(fits)
+    while left:
+        size = len(left) if processes == 1 else -(-len(left) // 2)
+        shares += [ProbeShare(condition, left[:size]) for condition in conditions]
+        left = left[size:]
+    return shares
+
+
+def _probe_share(
+    experiment: Experiment, out: Path, workload: Workload, share: ProbeShare, processes: int
+) -> Iterator[None]:
+    section, recipe = experiment.probe, experiment.recipe(share.fits[0], out / "answers")
     options: dict[str, Any] = {"dtype": section.dtype, "device": recipe.device}
     # Nothing is decoded for long enough to be worth capturing.
     options |= {"enforce_eager": True, "max_num_seqs": section.prompts}
@@ -97,20 +128,24 @@ def _probe_share(experiment: Experiment, out: Path, fits: Sequence[Fit], process
         # Free memory tells none what the others will take.
         options["kv_cache_bytes"] = int(_GPU_MEMORY * torch.cuda.mem_get_info()[1]) // processes
     settings = ProbeSettings(depth=section.depth, max_tokens=section.max_tokens, keep_examples=0)
-    prober = Prober(recipe.target.path, workload.name, settings, options)
-    try:
-        for fit in fits:
-            directory = out / "probes" / fit.name
-            drafter = str(drafter_directory(out, fit))
-            suite, results = run_suite([drafter], workload, section.conditions, prober, directory)
-            found = {name: result.to_dict() for (_, name), result in results.items()}
-            for depth in (depth for result in found.values() for depth in result["by_depth"]):
-                depth["heads"] = []  # most of the bytes, and the report is about the mean of all
-            skipped = {cell.perturbation: cell.skip for cell in suite.cells if cell.skip is not None}
-            write_text(directory.with_name(f"{fit.name}.json"), json_line({"results": found, "skipped": skipped}))
-            yield
-    finally:
-        prober.close()
+    prober = _prober(recipe.target.path, workload.name, settings, tuple(options.items()), out / "probes" / "answers")
+    prompts = probe_prompts(workload, str(drafter_directory(out, share.fits[0])), prober, out / "probes")
+    for fit in share.fits:
+        drafter = str(drafter_directory(out, fit))
+        probe_cell(drafter, share.condition, prompts, prober, out / "probes" / fit.name)
+        yield
+
+
+@lru_cache(maxsize=1)
+def _prober(
+    target: str, workload: str, settings: ProbeSettings, options: tuple[tuple[str, Any], ...], answers: Path
+) -> Prober:
+    """The one of this process: loading the target takes longer than most shares do."""
+    return Prober(target, workload, settings, dict(options), answers=KeptAnswers(answers))
+
+
+def _cell(out: Path, fit: Fit, condition: Perturbation) -> Path:
+    return cell_path(out / "probes" / fit.name, str(drafter_directory(out, fit)), condition)
 
 
 def _workload(experiment: Experiment, out: Path) -> Workload:
@@ -127,8 +162,8 @@ def _workload(experiment: Experiment, out: Path) -> Workload:
 
 
 def _side_by_side(
-    work: Callable[[Sequence[Fit], int], Iterator[None]],
-    shares: Sequence[Sequence[Fit]],
+    work: Callable[[_Share, int], Iterator[None]],
+    shares: Sequence[_Share],
     processes: int,
     task: AbstractContextManager[Advance],
     done: Callable[[], int],
@@ -152,16 +187,22 @@ def _side_by_side(
         except (BrokenProcessPool, torch.OutOfMemoryError):
             advice = "fewer --processes if memory was short; the same command goes on from here"
             raise FledgeError(f"a process ended before its work did: {advice}") from None
+        except FledgeError:
+            raise
+        except Exception as error:
+            if processes == 1:
+                raise
+            said = " ".join(str(error).split())
+            advice = "the same command goes on from here, with --processes 1 it shows where"
+            raise FledgeError(f"a process failed: {type(error).__name__}: {said}; {advice}") from None
 
 
-def _do_all(work: Callable[[Sequence[Fit], int], Iterator[None]], share: Sequence[Fit], processes: int) -> None:
+def _do_all(work: Callable[[_Share, int], Iterator[None]], share: _Share, processes: int) -> None:
     for _ in work(share, processes):
         pass
 
 
-def _in_turn(
-    submit: Callable[[Sequence[Fit]], Future[None]], shares: Iterable[Sequence[Fit]], processes: int
-) -> Iterator[None]:
+def _in_turn(submit: Callable[[_Share], Future[None]], shares: Iterable[_Share], processes: int) -> Iterator[None]:
     """Do all shares and yield now and then; raise what one raised. No more than can begin are submitted: a pool that
     is shut down does what it was given.
     """

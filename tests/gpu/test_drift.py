@@ -13,9 +13,8 @@ if torch.cuda.is_available():
     os.environ.pop("TRITON_INTERPRET", None)
 
 from fledge.bench.rounds import make_pair
-from fledge.drift.metrics import judge
 from fledge.drift.prompts import Segment
-from fledge.drift.replay import replay, target_states
+from fledge.drift.replay import Passage, Replay, target_states
 from tests.engine_cases import greedy
 from tests.gpu.test_engine import agreeing_pair, make_engine, on_gpu
 
@@ -31,13 +30,23 @@ def replay_agrees(dtype: torch.dtype) -> None:
     while engine.has_unfinished:
         engine.step()
     rounds = agreeing = accepted = 0
-    for request in requests:
-        segments = [Segment.OUTPUT] * len(request.tokens)
-        starts = [record.start for record in request.rounds]
-        states = target_states(target, request.tokens, drafter.aux_layer_ids)
-        found = replay(states, drafter, request.tokens, segments, starts, depth=6, max_scores=10_000)
-        agreeing += judge(found, request.tokens, request.rounds, limit=256).agreeing
-        rounds += len(starts)
+    texts = [request.tokens for request in requests]
+    passages = [
+        Passage(
+            states=states,
+            tokens=request.tokens,
+            segments=[Segment.OUTPUT] * len(request.tokens),
+            starts=[record.start for record in request.rounds],
+        )
+        for request, states in zip(requests, target_states(target, texts, drafter.aux_layer_ids), strict=True)
+    ]
+    replay = Replay(drafter, passages, max_scores=10_000)
+    drafted = replay.draft([passage.starts for passage in passages], 6)
+    for request, leading, found in zip(requests, replay.leading(4), drafted, strict=True):
+        for record, count in zip(request.rounds, leading, strict=True):
+            # What the last round accepts beyond the text's end the text does not tell.
+            agreeing += count == min(record.accepted, len(request.tokens) - record.start)
+        rounds += len(leading)
         accepted += sum(record.accepted for record in request.rounds)
         torch.testing.assert_close(found.mass.sum(-1), torch.ones_like(found.entropy), atol=1e-4, rtol=0)
     print(f"    {dtype}: {agreeing} of {rounds} rounds agree, {accepted} drafts accepted")
@@ -57,8 +66,10 @@ def cost() -> None:
             if DEVICE == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             begin = time.perf_counter()
-            states = target_states(target, tokens, drafter.aux_layer_ids)
-            found = replay(states, drafter, tokens, segments, range(length - 127, length + 1, 2), depth=12)
+            (states,) = target_states(target, [tokens], drafter.aux_layer_ids)
+            starts = range(length - 127, length + 1, 2)
+            passage = Passage(states=states, tokens=tokens, segments=segments, starts=starts)
+            (found,) = Replay(drafter, [passage]).draft([starts], 12)
             seconds = time.perf_counter() - begin
         peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
         print(f"    {shape} {length}: {seconds:.2f} s, peak {peak:.1f} GiB with weights")

@@ -198,7 +198,8 @@ def test_drift_of_a_target_that_only_vllm_has_loaded(path: Path, hosts: VllmHost
         settings = ProbeSettings(depth=3, max_tokens=12)
         prober = Prober(str(directory), "ids", settings, {"device": "cpu", "max_model_len": 128}, servers)
         prober.load(str(drafter))
-        found.append(prober.probe(prompts, Perturbation(), lambda *_, **__: None))
+        answered = prober.answered(prompts, Perturbation())
+        found.append(prober.probe(answered, Perturbation(), lambda *_, **__: None))
         prober.close()
     ours, theirs = found
     assert ours.output_tokens == theirs.output_tokens == 24

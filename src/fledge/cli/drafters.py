@@ -127,7 +127,7 @@ def drift(
 ) -> None:
     """Show whether drafters drift: a verdict in words, and a report.
 
-    Real speculation is observed, depth by depth: where attention goes, how states grow, what is accepted. Then the same
+    Speculation is observed, depth by depth: where attention goes, how states grow, what is accepted. Then the same
     prompts come in other shapes. After Ctrl-C the same command goes on where it was.
     """
     target, drafters = models(target, drafter)
@@ -135,6 +135,7 @@ def drift(
     if backend == "fledge" and (vllm_url or vllm_storage or print_vllm_command):
         raise ConfigError("--vllm-url, --vllm-storage and --print-vllm-command are for --engine vllm; add it")
 
+    from fledge.drift.answers import KeptAnswers  # noqa: PLC0415
     from fledge.drift.perturb import default_suite, parse_perturbation  # noqa: PLC0415
     from fledge.drift.probe import Prober, ProbeSettings  # noqa: PLC0415
     from fledge.drift.prompts import load_probe_workload  # noqa: PLC0415
@@ -154,7 +155,8 @@ def drift(
     settings = settings_of(ProbeSettings, locals())
     chosen = {"dtype": dtype, "device": device, "seed": seed, "max_model_len": max_model_len}
     progress = Progress(quiet=quiet)
-    prober = Prober(target, prompts.name, settings, {name: one for name, one in chosen.items() if one is not None})
+    options = {name: one for name, one in chosen.items() if one is not None}
+    prober = Prober(target, prompts.name, settings, options, answers=KeptAnswers(out / "answers"))
     if backend == "vllm":
         prober.say, prober.vllm = (
             progress.say,

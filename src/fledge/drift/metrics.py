@@ -37,14 +37,13 @@ class Judged:
     right: Tensor  # reached, and right too
     comparable: Tensor  # all drafts before are right, and the target has read them
     outcomes: tuple[tuple[int, int], ...]  # (drafted, accepted) of each round
-    agreeing: int  # rounds in which the replay accepts as many as the engine did
 
 
 def judge(replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundRecord], limit: int) -> Judged:
-    """`records` are the engine's rounds that were replayed; nothing is drafted for places from `limit` - 1 on.
+    """`records` are the rounds that were replayed; nothing is drafted for places from `limit` - 1 on.
 
-    The engine's verdict holds as far as it went. Where it accepted all it had drafted and the probe drafts on, the
-    text, which is what the target chose, decides as the engine would.
+    They hold as deep as the engine drafts. Where all of that stands and the probe drafts on, the text, which is what
+    the target chose, decides as the engine would.
     """
     rounds, depth = replayed.drafts.shape
     text = torch.tensor(tokens)
@@ -53,11 +52,9 @@ def judge(replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundReco
     known = places < len(text)
     matches = known & (replayed.drafts == text[places.clamp(max=len(text) - 1)])
     before = torch.cat([torch.ones(rounds, 1, dtype=torch.bool), matches[:, :-1]], dim=1).cumprod(1).bool()
-    # The engine's own drafting counts where it knew better how much room there was.
-    room = torch.maximum(limit - 1 - replayed.starts, torch.tensor([record.drafted for record in records]))
-    drafted = depths <= room[:, None]
+    drafted = depths <= (limit - 1 - replayed.starts)[:, None]
     right = before & matches & drafted
-    outcomes, agreeing = [], 0
+    outcomes = []
     for record, *counts in zip(records, *(x.sum(1).tolist() for x in (right, drafted, known)), strict=True):
         leading, deep, told = counts
         accepted = min(record.accepted, deep)
@@ -66,14 +63,12 @@ def judge(replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundReco
             # All that is known stands: what comes after the text's end is nobody's fault, and not drafted.
             deep = accepted if accepted >= min(told, deep) else deep
         outcomes.append((deep, accepted))
-        agreeing += min(record.accepted, depth, told) == min(leading, record.drafted)
     return Judged(
         drafted=drafted,
         reached=before & known & drafted,
         right=right,
         comparable=before & (places <= len(text)) & drafted,
         outcomes=tuple(outcomes),
-        agreeing=agreeing,
     )
 
 
@@ -99,7 +94,6 @@ class DriftSums:
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     fresh_acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     engine_acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
-    agreeing: int = 0  # rounds, see `Judged`
     sums: dict[str, Tensor] = field(default_factory=dict)  # over rounds, [depth, ...]
 
     def add(
@@ -117,7 +111,6 @@ class DriftSums:
             self.engine_acceptance.add(drafted=record.drafted, accepted=record.accepted)
         self.acceptance = AcceptanceStatistics.merge([self.acceptance, acceptance])
         self.fresh_acceptance = AcceptanceStatistics.merge([self.fresh_acceptance, fresh])
-        self.agreeing += judged.agreeing
         sums = _sums(replayed, judged, torch.tensor(tokens), self.in_draft)
         self.sums = {name: values + self.sums.get(name, 0) for name, values in sums.items()}
         attention = (sums["recent"], sums["mass"][..., Segment.SINK])  # [depth, layers, heads] each
@@ -144,7 +137,6 @@ class DriftSums:
             "tally": tally_triples(self.acceptance),
             "fresh_tally": tally_triples(self.fresh_acceptance),
             "engine_tally": tally_triples(self.engine_acceptance),
-            "replay_agreement": self.agreeing / int(self.sums["replayed"][0]) if once else None,
             "by_depth": tuple(self._at(d) for d in depths),
             "fused_rms": float(once["fused_rms"]) if once else None,
             "fusion_shares": tuple(FusionShare(part=part, share=float(s), norm=float(n)) for part, s, n in shares),

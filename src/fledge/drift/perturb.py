@@ -213,6 +213,11 @@ class Perturbation:
     def acts_on_drafting(self) -> bool:
         return self.pins or self.noise > 0
 
+    @property
+    def answered_as(self) -> "Perturbation":
+        """Whose prompts and answers these are: where nothing but drafting is acted on, those of the unperturbed run."""
+        return Perturbation() if set(self.kinds) <= {"noise", "pin"} else self
+
     def apply(self, prompt: ProbePrompt, context: PerturbationContext) -> ProbePrompt:
         """Return the changed prompt under the same id. Raises PromptError, with a reason."""
         parts = [(step, *step.partition(":")[::2]) for step in self.steps]

@@ -1,11 +1,12 @@
-"""The probe: a workload decoded with real speculation, then every round of it drafted again under observation.
+"""The probe: the target answers a workload, then every round that speculation takes through it is drafted under
+observation.
 
-decode    the engine, as it serves, or vLLM          tokens, and where each round began
-replay    the same drafter, recording storages       what each round drafted, and where it looked
-judge     drafts against the text                    figures by draft depth
+answer    our engine, or vLLM; once for all drafters     tokens
+replay    the drafter that serves, recording storages    where each round begins, what it drafts, where it looks
+judge     drafts against the text                        figures by draft depth
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,29 +18,22 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import tokenizer_digests, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import repeated_tokens
-from fledge.drift.metrics import DriftSums, accepted_in, judge
-from fledge.drift.perturb import Perturbation, PerturbationContext
+from fledge.drift.answers import Answer, AnsweredPrompts, KeptAnswers
+from fledge.drift.metrics import DriftSums
+from fledge.drift.perturb import Perturbation, PerturbationContext, perturb
 from fledge.drift.prompts import ProbePrompt, Segment, segmented, with_earlier_answers
-from fledge.drift.replay import (
-    AS_IT_IS,
-    MAX_SCORES,
-    RECENT_TOKENS,
-    Feeding,
-    Replayed,
-    fusion_parts,
-    replay,
-    rounds_taken,
-)
+from fledge.drift.replay import MAX_SCORES, Feeding, Passage, Replay, Replayed, fusion_parts, rounds_taken
 from fledge.drift.result import AnswerExample, DriftResult, ExampleToken, PromptRow
-from fledge.drift.sources import CapturedSource, OwnSource, Source, VllmServers
+from fledge.drift.sources import CapturedSource, OwnSource, Source, VllmServers, in_batches
+from fledge.drift.storages import RECENT_TOKENS
 from fledge.engine.detokenizer import Detokenizer
-from fledge.engine.outputs import CompletionOutput, RoundRecord
-from fledge.evaluation.results import tally_triples
+from fledge.engine.outputs import RoundRecord
 from fledge.files import read_json
 from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetStates
 from fledge.progress import Advance
 
+VERSION = 3  # of cells and answers: raise it when a probe's figures change their meaning
 # Options of `LLM` that say how it is done and not what comes out.
 _FREE = ("enforce_eager", "gpu_memory_utilization", "kv_cache_bytes", "max_num_seqs")
 
@@ -67,17 +61,21 @@ class Prober:
     settings: ProbeSettings
     options: dict[str, Any]  # of `LLM`; with `vllm`, what of them is not the server's
     vllm: VllmServers | None = None  # that runs the target; None: it is loaded here
+    answers: KeptAnswers = field(default_factory=KeptAnswers)
     say: Callable[[str], None] = lambda _line: None  # about a vLLM that starts
     drafter: str = field(default="", init=False)  # that is loaded
     source: Source = field(init=False)
 
     def identity(self, drafter: str) -> Any:
         """JSON values: whatever a result depends on besides prompts."""
+        return {**self.target_identity, "drafter": weights_digest(resolve(drafter)), "settings": asdict(self.settings)}
+
+    @property
+    def target_identity(self) -> dict[str, Any]:
+        """What of it its answers depend on."""
         target = resolve(self.target)
         return {
             "target": [self.target, weights_digest(target), tokenizer_digests(target)],
-            "drafter": weights_digest(resolve(drafter)),
-            "settings": asdict(self.settings),
             "options": {name: str(value) for name, value in sorted(self.options.items()) if name not in _FREE},
             **({} if self.vllm is None else {"engine": "vllm"}),
         }
@@ -111,55 +109,71 @@ class Prober:
             vocab_size=self.source.vocab_size,
         )
 
-    def probe(self, prompts: Sequence[ProbePrompt], perturbation: Perturbation, advance: Advance) -> DriftResult:
-        """Observe how the drafter drafts chains of its best tokens. The tokens produced are those without a probe."""
+    def answered(
+        self, prompts: Sequence[ProbePrompt], perturbation: Perturbation, advance: Advance = lambda *_, **__: None
+    ) -> AnsweredPrompts:
+        """Perturb prompts and have the target answer them, unless that is known."""
+        perturbation, context, settings = perturbation.answered_as, self.context, self.settings
+        sampling = SamplingParams(temperature=self._temperature(perturbation), max_tokens=settings.max_tokens)
+
+        def make() -> AnsweredPrompts:
+            changed = perturb(perturbation, prompts, context)
+            if changed.skip is not None:
+                return AnsweredPrompts(prompts=(), answers=(), left_out=changed.left_out, skip=changed.skip)
+            encoded = tuple(segmented(prompt, context.tokenizer) for prompt in changed.prompts)
+            answers = self.source.answers(
+                [list(read.token_ids) for read in encoded],
+                [replace(sampling, seed=settings.seed + i) for i in range(len(encoded))],
+                lambda done, total: advance(0, note=f"{perturbation.name}: answer {done}/{total}"),
+            )
+            return AnsweredPrompts(prompts=encoded, answers=tuple(answers), left_out=changed.left_out)
+
+        depends_on = [
+            [VERSION, self.target_identity, perturbation.name, [asdict(prompt) for prompt in prompts]],
+            [asdict(sampling), settings.seed, context.max_model_len, self.source.drafting_depth],
+        ]
+        return self.answers.get(perturbation.name, depends_on, make)
+
+    def _temperature(self, perturbation: Perturbation) -> float:
+        return self.settings.temperature if perturbation.temperature is None else perturbation.temperature
+
+    def probe(self, answered: AnsweredPrompts, perturbation: Perturbation, advance: Advance) -> DriftResult:
+        """Observe how the drafter drafts chains of its best tokens."""
         source, settings, tokenizer = self.source, self.settings, self.source.tokenizer
-        temperature = settings.temperature if perturbation.temperature is None else perturbation.temperature
-        drafter = source.drafter
-        # A drafter that is fed otherwise than the engine feeds it takes other rounds: the text decides which.
-        feeding = Feeding(noise=perturbation.noise, pin=perturbation.pins, seed=settings.seed)
-        tells_rounds = source.tells_rounds and not perturbation.acts_on_drafting
-        encoded = [segmented(prompt, tokenizer) for prompt in prompts]
-        sampling = SamplingParams(temperature=temperature, max_tokens=settings.max_tokens)
-        outputs = source.generate(
-            [list(read.token_ids) for read in encoded],
-            [replace(sampling, seed=settings.seed + i) for i in range(len(encoded))],
-            progress=lambda done, total: advance(0, note=f"{perturbation.name}: decode {done}/{total}"),
-        )
-        answers = [output.outputs[0] for output in outputs]
+        prompts, drafter = answered.prompts, source.drafter
         in_draft = None if drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
         sums = DriftSums(settings.depth, fusion_parts(drafter), in_draft)
-        texts = [(*read.token_ids, *answer.token_ids) for read, answer in zip(encoded, answers, strict=True)]
-        has_rounds = [
-            bool(answer.rounds) if tells_rounds else len(answer.token_ids) > 1 and self._has_room(read)
-            for read, answer in zip(encoded, answers, strict=True)
+        repeated = [repeated_tokens(answer.token_ids) for answer in answered.answers]
+        measured = [sums.unmeasured for _ in prompts]
+        rounds = dict[int, tuple[list[RoundRecord], list[list[int]]]]()  # by prompt: how they went, what they drafted
+        for i, taken, replayed in self._replayed(answered, perturbation):
+            text = (*prompts[i].token_ids, *answered.answers[i].token_ids)
+            of_text = [*[False] * len(prompts[i].token_ids), *repeated[i]]
+            measured[i] = sums.add(replayed, text, taken, self._limit, of_text)
+            rounds[i] = taken, replayed.drafts.tolist()
+            advance(0, note=f"{perturbation.name}: replay {len(rounds)}/{len(prompts)}")
+        rows = [
+            PromptRow(
+                id=read.id,
+                category=read.category,
+                prompt_tokens=len(read.token_ids),
+                output_tokens=len(answer.token_ids),
+                repeated_tokens=sum(repeated[i]),
+                **measured[i],
+            )
+            for i, (read, answer) in enumerate(zip(prompts, answered.answers, strict=True))
         ]
-        states = source.states([text for text, has in zip(texts, has_rounds, strict=True) if has])
-        rows, examples = [], []
-        for read, answer, text, has in zip(encoded, answers, texts, has_rounds, strict=True):
-            drafts, records, measured = list[list[int]](), list[RoundRecord](), sums.unmeasured
-            repeated = repeated_tokens(answer.token_ids)
-            if has:
-                state, given = next(states), answer.rounds if tells_rounds else None
-                replayed, records = self._replay(state, read, text, given, feeding)
-                of_text = [*[False] * len(read.token_ids), *repeated]
-                drafts, measured = replayed.drafts.tolist(), sums.add(replayed, text, records, self._limit, of_text)
-                if perturbation.acts_on_drafting:
-                    untouched, taken = self._replay(state, read, text, None, AS_IT_IS)
-                    alone = accepted_in(judge(untouched, text, taken, self._limit), taken, of_text)
-                    measured["untouched_tally"] = tally_triples(alone)
-            of_prompt: dict[str, Any] = {"id": read.id, "category": read.category}
-            lengths: dict[str, Any] = {"prompt_tokens": len(read.token_ids), "output_tokens": len(answer.token_ids)}
-            row = PromptRow(**of_prompt, **lengths, repeated_tokens=sum(repeated), **measured)
-            rows.append(row)
-            if (length := row.acceptance.acceptance_length) is not None:
-                said = _example_tokens(tokenizer, read, answer, records, drafts, in_draft)
-                shown = _text(read.token_ids, tokenizer)
-                examples.append(AnswerExample(**of_prompt, acceptance_length=length, prompt=shown, tokens=said))
-            advance(0, note=f"{perturbation.name}: replay {len(rows)}/{len(prompts)}")
-        figures = sums.figures()
-        if not tells_rounds:
-            figures["replay_agreement"] = None  # the rounds are the replay's own
+        lengths = {i: length for i, row in enumerate(rows) if (length := row.acceptance.acceptance_length) is not None}
+        examples = [
+            AnswerExample(
+                id=rows[i].id,
+                category=rows[i].category,
+                acceptance_length=lengths[i],
+                prompt=_text(prompts[i].token_ids, tokenizer),
+                tokens=_example_tokens(tokenizer, prompts[i], answered.answers[i], *rounds[i], in_draft),
+            )
+            for i in sorted(lengths, key=lambda i: lengths[i])[: settings.keep_examples]
+        ]
         return DriftResult(
             drafter=self.drafter,
             variant=name_of(drafter.config),
@@ -167,7 +181,7 @@ class Prober:
             target=self.target,
             workload=self.workload,
             perturbation=perturbation.name,
-            temperature=temperature,
+            temperature=self._temperature(perturbation),
             trained_depth=trained_depth(self.drafter),
             depth=settings.depth,
             engine_depth=source.drafting_depth,
@@ -176,8 +190,8 @@ class Prober:
             output_tokens=sum(row.output_tokens for row in rows),
             recent_tokens=settings.recent_tokens,
             prompt_rows=tuple(rows),
-            examples=tuple(sorted(examples, key=lambda one: one.acceptance_length)[: settings.keep_examples]),
-            **figures,
+            examples=tuple(examples),
+            **sums.figures(),
         )
 
     @property
@@ -185,38 +199,38 @@ class Prober:
         """Nothing is drafted for places from this - 1 on."""
         return self.context.max_model_len
 
-    def _has_room(self, read: ProbePrompt) -> bool:
-        """Whether the first round after a prompt can draft anything."""
-        return len(read.token_ids) + 2 < self._limit
+    def _replayed(
+        self, answered: AnsweredPrompts, perturbation: Perturbation
+    ) -> Iterator[tuple[int, list[RoundRecord], Replayed]]:
+        """Of each prompt that has rounds: its number, how they went, and what was seen. Several share a pass."""
+        settings, depth, device = self.settings, self.source.drafting_depth, self.source.drafter.fc.weight.device
+        feeding = Feeding(noise=perturbation.noise, pin=perturbation.pins, seed=settings.seed)
+        pairs = zip(answered.prompts, answered.answers, strict=True)
+        texts = [(*read.token_ids, *answer.token_ids) for read, answer in pairs]
+        starts = [len(read.token_ids) + 1 for read in answered.prompts]  # of the first rounds
+        chosen = [i for i, text in enumerate(texts) if starts[i] < min(len(text), self._limit - 1)]
+        chosen.sort(key=lambda i: len(texts[i]))  # those that share a pass should be of about one length
+        numbered = zip(chosen, self.source.states([texts[i] for i in chosen]), strict=True)
+        observed = {"recent_tokens": settings.recent_tokens, "max_scores": settings.max_scores}
+        for several in in_batches(numbered, lambda pair: len(texts[pair[0]]), device):
+            passages = [self._passage(answered, i, texts[i], states) for i, states in several]
+            replay = Replay(self.source.drafter, passages, **observed)
+            taken = [
+                rounds_taken(
+                    one.starts, leading, depth=depth, known=len(one.tokens) + len(one.beyond), limit=self._limit
+                )
+                for one, leading in zip(passages, replay.leading(depth, feeding), strict=True)
+            ]
+            begun = [[record.start for record in records] for records in taken]
+            drafted = replay.draft(begun, settings.depth, feeding)
+            yield from zip([i for i, _ in several], taken, drafted, strict=True)
 
-    def _replay(
-        self,
-        states: TargetStates,
-        read: ProbePrompt,
-        text: Sequence[int],
-        records: Sequence[RoundRecord] | None,
-        feeding: Feeding,
-    ) -> tuple[Replayed, list[RoundRecord]]:
-        """The rounds of one answer, drafted again; `records` None: those that follow from the text."""
-        settings = self.settings
+    def _passage(self, answered: AnsweredPrompts, i: int, text: Sequence[int], states: TargetStates) -> Passage:
+        read, sinks = answered.prompts[i], self.settings.sink_tokens
         segments = [*read.segments, *[Segment.OUTPUT] * (len(text) - len(read.token_ids))]
-        segments[: settings.sink_tokens] = [Segment.SINK] * len(segments[: settings.sink_tokens])
-        places = range(len(read.token_ids) + 1, len(text)) if records is None else (one.start for one in records)
-        replayed = replay(
-            states,
-            self.source.drafter,
-            text,
-            segments,
-            list(places),
-            depth=settings.depth,
-            recent_tokens=settings.recent_tokens,
-            feeding=feeding,
-            max_scores=settings.max_scores,
-        )
-        if records is not None:
-            return replayed, list(records)
-        taken = rounds_taken(replayed, text, self._limit)
-        return replayed.only([i for i, _ in taken]), [record for _, record in taken]
+        segments[:sinks] = [Segment.SINK] * len(segments[:sinks])
+        places, beyond = range(len(read.token_ids) + 1, len(text)), answered.answers[i].beyond
+        return Passage(states=states, tokens=text, segments=segments, starts=places, beyond=beyond)
 
     def answer_earlier_turns(self, prompts: Sequence[ProbePrompt]) -> list[ProbePrompt]:
         return with_earlier_answers(prompts, self.source, self.settings.max_tokens)
@@ -233,7 +247,7 @@ def trained_depth(drafter: str | Path) -> int | None:
 def _example_tokens(
     tokenizer: Any | None,
     read: ProbePrompt,
-    answer: CompletionOutput,
+    answer: Answer,
     records: Sequence[RoundRecord],
     drafts: list[list[int]],
     in_draft: Tensor | None,

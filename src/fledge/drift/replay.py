@@ -1,4 +1,4 @@
-"""Drafting again every round of a finished sequence, all rounds at once, with everything about it recorded.
+"""Drafting again the rounds of finished sequences, all rounds at once, with everything about it recorded.
 
 After each verification the engine rewrites the drafter's rows from real target features. So what a round drafts
 depends on the verified text before it and on nothing else, and one pass over the finished text restores the state
@@ -9,187 +9,30 @@ before every round:
     depth d   one pass over all rounds                     the d-th draft of every round
 
 A round that begins when `start` tokens are known drafts from row `start - 2`, and its d-th draft is for place
-`start + d - 1`. The engine itself is not touched: the tokens it produced are what they are without a probe.
-
-The drafter is the module that serves; only where its keys and values live is different: in storages that record where
-attention goes, and reduce it to position classes as they compute it. `VerifiedRows` is its pass over the verified text,
-`DraftedRows` the draft steps of many rounds at once: round r sees the verified rows up to its own slot, as serving does
-after each resynchronisation, and the rows it drafted itself.
-
-                verified rows        drafted by round 0   drafted by round 1
-    round 0     x x x . . .          x x                  . .
-    round 1     x x x x x .          . .                  x x
+`start + d - 1`. Which rounds speculation takes follows from the text too, since that is what the target chose: a round
+accepts as many drafts as are the text, one token comes with them, and there the next begins.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.drift.prompts import Segment
+from fledge.drift.storages import RECENT_TOKENS, CausalPass, DraftedRows, Rounds, Rows, VerifiedRows
 from fledge.engine.outputs import RoundRecord
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.paged_attention import masked_attention, window_at
-from fledge.layers.attention import AttentionSpec, Heads
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetModel, TargetStates
 
 MAX_SCORES = 1 << 25  # attention weights that exist at a time, whatever the context
-RECENT_TOKENS = 4
-_MAX_ROUNDS = 256  # that draft together
-_WINDOW_CHUNK = 1024  # queries of a layer with a sliding window that are computed together
-
-
-class CausalPass:
-    """`KeyValueStorage` for one pass of a target over one sequence. Keeps nothing, forms no square matrix."""
-
-    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
-        query, key, value = heads.finished()
-        window, chunked = spec.sliding_window, spec.chunked
-        return causal_attention(query, key, value, scale=spec.scale, window=window, chunked=chunked, sinks=heads.sinks)
-
-
-class VerifiedRows:
-    """`KeyValueStorage` for the drafter's pass over verified rows 0 .. n - 1, which it keeps.
-
-    `slots`, ascending, are the rows from which rounds begin to draft. `segments` [n] int64 says what each row is part
-    of, `recent_tokens` how many of the last rows that a query sees, its own among them, are its recent window. `layers`
-    has of each layer what it is, the queries [rounds, heads, head_dim] of the slots, and all keys and values
-    [kv_heads, n, dim], at least float32.
-    """
-
-    def __init__(self, slots: Sequence[int], segments: Tensor, recent_tokens: int = RECENT_TOKENS) -> None:
-        self.recent_tokens = recent_tokens
-        self.slots = torch.tensor(slots, device=segments.device)  # [rounds]
-        self.layers: list[tuple[AttentionSpec, Tensor, Tensor, Tensor]] = []
-        self._seen = [slot + 1 for slot in slots]  # verified rows that each round sees; on the host, not to wait for it
-        # Attention weights times this give the mass of each segment and, in the last column, the mean distance from the
-        # last row: the rounds are near it, and distances to far rows should not drown those to near ones.
-        places = torch.arange(len(segments), device=segments.device)
-        self._last = len(segments) - 1
-        self._summary = torch.cat([F.one_hot(segments, len(Segment)), (self._last - places)[:, None]], dim=1)
-
-    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
-        assert spec.layer == len(self.layers), "one pass, layer by layer"
-        query, key, value = heads.finished()
-        keys, values = (_wide(side).transpose(0, 1).contiguous() for side in (key, value))
-        self.layers.append((spec, query[self.slots], keys, values))
-        self._summary = self._summary.to(keys.dtype)
-        return causal_attention(query, key, value, scale=spec.scale, window=spec.sliding_window)
-
-    @property
-    def window(self) -> int | None:
-        """The widest of all layers; None: a layer sees everything."""
-        windows = [spec.sliding_window for spec, *_ in self.layers]
-        return None if None in windows else max(window for window in windows if window is not None)
-
-    def look(
-        self, layer: int, rounds: slice, query: Tensor, own: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Attend from query [rounds, heads, head_dim] of some rounds to verified and `own` rows of a layer.
-
-        `own` are the keys and values, each [rounds, n, kv_heads, dim], that each round drafted, its current row the
-        last. Returns the attention [rounds, heads, value_dim] and where it went, [rounds, heads, ...] each: `mass` over
-        segments, which sums to 1, `recent`, that of the recent window, whose size is the same at every depth, `entropy`
-        in nats, and `distance`, the mean in tokens from query to key.
-        """
-        (spec, _, *sides), slots, seen = self.layers[layer], self.slots[rounds], self._seen[rounds][-1]
-        keys, values = (side[:, :seen] for side in sides)
-        grouped = _wide(query).view(len(query), len(keys), -1, query.shape[-1])
-        wide = grouped.transpose(0, 1) * spec.scale  # [kv, rounds, group, dim]
-        scores = torch.bmm(wide.flatten(1, 2), keys.mT).view(*wide.shape[:3], seen)
-        places = torch.arange(seen, device=slots.device).expand(len(slots), -1)  # [rounds, keys]: where keys are
-        hidden = places > slots[:, None]
-        if own is not None:
-            own_keys, own_values = (_wide(side).permute(2, 0, 1, 3) for side in own)  # [kv, rounds, n, dim]
-            scores = torch.cat([scores, wide @ own_keys.mT], dim=-1)
-            drafted_places = slots[:, None] + torch.arange(1, own_keys.shape[2] + 1, device=slots.device)
-            places = torch.cat([places, drafted_places], dim=1)
-            hidden = F.pad(hidden, (0, own_keys.shape[2]))
-        if spec.sliding_window is not None:
-            last = slots[:, None] if own is None else places[:, -1:]
-            hidden = hidden | (places <= last - spec.sliding_window)
-        scores.masked_fill_(hidden[:, None], -torch.inf)
-        weights = scores.softmax(-1)  # [kv, rounds, group, seen + n]
-        verified, drafted = weights[..., :seen], weights[..., seen:]
-        mixed = torch.bmm(verified.flatten(1, 2), values).view(*wide.shape[:3], -1)
-        summary = verified @ self._summary[:seen]  # [kv, rounds, group, segments + 1]
-        position = slots[:, None] + drafted.shape[-1]  # [rounds, 1], of the queries
-        distance = summary[..., -1] + verified.sum(-1) * (position - self._last)
-        if own is not None:
-            mixed = mixed + drafted @ own_values
-            summary[..., Segment.DRAFTED] += drafted.sum(-1)
-            distance += (drafted * torch.arange(drafted.shape[-1] - 1, -1, -1, device=slots.device)).sum(-1)
-        near = position - torch.arange(self.recent_tokens, device=slots.device)  # [rounds, recent]: places
-        columns = torch.where(near <= slots[:, None], near.clamp(min=0), seen + near - slots[:, None] - 1)
-        recent = weights.gather(-1, columns[:, None].expand(*weights.shape[:3], -1)) * (near >= 0)[:, None]
-        record = {"mass": summary[..., :-1], "recent": recent.sum(-1), "distance": distance}
-        record["entropy"] = torch.special.entr(weights).sum(-1)
-        # [kv_heads, rounds, group, ...] -> [rounds, heads, ...]
-        by_round = {name: x.transpose(0, 1).flatten(1, 2) for name, x in ({"mixed": mixed} | record).items()}
-        return by_round.pop("mixed").to(query.dtype), by_round
-
-
-class DraftedRows:
-    """`KeyValueStorage` for draft steps of some rounds, [rounds] leading: pass k is the draft step at depth k + 2.
-
-    `records` are those of the last draft step, by layer, for whoever reads them to take away.
-    """
-
-    def __init__(self, verified: VerifiedRows, rounds: slice) -> None:
-        self._verified = verified
-        self._rounds = rounds
-        self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer and pass, each [rounds, kv_heads, head_dim]
-        # The first draft comes from the verified text alone.
-        self.records = [verified.look(i, rounds, kept[1][rounds])[1] for i, kept in enumerate(verified.layers)]
-
-    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
-        query, key, value = heads.finished()
-        several = self._own.setdefault(spec.layer, [])
-        several.append((key, value))
-        keys, values = (torch.stack(side, dim=1) for side in zip(*several, strict=True))
-        mixed, record = self._verified.look(spec.layer, self._rounds, query, (keys, values))
-        self.records.append(record)
-        return mixed
-
-
-def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunked: bool = False,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of all rows of one sequence. query [n, heads, head_dim], key and value [n, kv_heads, head_dim].
-
-    `window`, `chunked`, `sinks` [heads]: as of `paged_attention`.
-    """
-    group, rows = query.shape[1] // key.shape[1], len(query)
-    # Heads first, [1, heads, n, head_dim]. Keys and values are repeated, because not every backend that avoids the
-    # square matrix takes grouped heads.
-    query = query.transpose(0, 1)[None]
-    key, value = (side.repeat_interleave(group, dim=1).transpose(0, 1)[None] for side in (key, value))
-    window = rows if window is None else window
-    if window >= rows and sinks is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[0].transpose(0, 1)
-    parts = []
-    for low in range(0, rows, _WINDOW_CHUNK):
-        high, start = min(low + _WINDOW_CHUNK, rows), max(0, low - window + 1)
-        places = torch.arange(start, high, device=query.device)
-        distance = places[low - start :, None] - places
-        visible = (distance >= 0) & (distance < window_at(places[low - start :, None], window, chunked))
-        queries, keys, values = query[:, :, low:high], key[:, :, start:high], value[:, :, start:high]
-        parts.append(masked_attention(queries, keys, values, visible, scale, None if sinks is None else sinks[:, None]))
-    return torch.cat(parts, dim=2)[0].transpose(0, 1)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+_MAX_LOGITS = 1 << 25  # the same of logits, but for
+_MIN_ROUNDS = 256  # that draft together whatever the vocabulary
+_DRAWN = 1 << 14  # vectors of noise that are kept: drafters are probed on the same places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,28 +55,36 @@ class Replayed:
     fused_rms: Tensor  # [rounds]: of the feature from the target that the round begins with
     contributions: Tensor  # [rounds, parts]: norm of what each input adds to that feature, see `fusion_parts`
 
-    def only(self, rounds: Sequence[int]) -> "Replayed":
-        """Some of the rounds."""
-        return Replayed(**{field.name: getattr(self, field.name)[list(rounds)] for field in fields(self)})
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """A finished sequence of which rounds are to be drafted again."""
+
+    states: TargetStates  # the target's of the tokens, of the layers that the drafter reads
+    tokens: Sequence[int]
+    segments: Sequence[Segment]  # what each token is part of
+    starts: Sequence[int]  # where rounds may begin, ascending, each 2 to len(tokens)
+    beyond: Sequence[int] = ()  # what the target would have said next, where that is known
 
 
-def rounds_taken(replayed: Replayed, tokens: Sequence[int], limit: int) -> list[tuple[int, RoundRecord]]:
-    """The rounds that speculation takes through a text: where each is in `replayed`, and how it went.
+def rounds_taken(
+    starts: Sequence[int], leading: Sequence[int], *, depth: int, known: int, limit: int
+) -> list[RoundRecord]:
+    """The rounds that speculation `depth` deep takes through a text.
 
-    `replayed` has a round from every place of the answer on. Each begins after what the one before accepted and one
-    token more; its drafts are accepted as far as they are the text, which is what the target chose. Nothing is drafted
-    for places from `limit` - 1 on, and what would be after the text's end is nobody's fault: it does not count.
+    `starts` are all places of the answer, and `leading` says of each how many drafts in a row are the text, of which
+    so many tokens are `known`. Each round begins after what the one before accepted and one token more. Nothing is
+    drafted for places from `limit` - 1 on, and what would be after the last that is known is nobody's fault: it does
+    not count.
     """
-    found, i = [], 0
-    starts, drafts = replayed.starts.tolist(), replayed.drafts.tolist()
+    found, i = list[RoundRecord](), 0
     while i < len(starts):
-        start = starts[i]
-        room = min(len(drafts[i]), limit - 1 - start)
+        room = min(depth, limit - 1 - starts[i])
         if room <= 0:
             break
-        pairs = list(zip(drafts[i][:room], tokens[start:], strict=False))
-        accepted = next((n for n, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
-        found.append((i, RoundRecord(start, room if accepted < len(pairs) else accepted, accepted)))
+        told = min(room, known - starts[i])
+        accepted = min(leading[i], told)
+        found.append(RoundRecord(starts[i], room if accepted < told else accepted, accepted))
         i += accepted + 1
     return found
 
@@ -255,15 +106,18 @@ class Feeding:
             feature = feature * (_rms(first) / _rms(feature).clamp(min=1e-30)).to(feature.dtype)[:, None]
         if self.noise:
             seeds = ((self.seed << 40) + (start << 12) + depth for start in starts)
-            drawn = [
-                torch.randn(feature.shape[-1], generator=torch.Generator().manual_seed(seed % 2**63)) for seed in seeds
-            ]
-            scaled = self.noise * _rms(feature)[:, None] * torch.stack(drawn).to(feature.device)
+            drawn = torch.stack([_drawn(seed % 2**63, feature.shape[-1]) for seed in seeds])
+            scaled = self.noise * _rms(feature)[:, None] * drawn.to(feature.device)
             feature = feature + scaled.to(feature.dtype)
         return feature
 
 
 AS_IT_IS = Feeding()
+
+
+@lru_cache(maxsize=_DRAWN)
+def _drawn(seed: int, width: int) -> Tensor:
+    return torch.randn(width, generator=torch.Generator().manual_seed(seed))
 
 
 def fusion_parts(drafter: Drafter) -> tuple[str, ...]:
@@ -272,91 +126,174 @@ def fusion_parts(drafter: Drafter) -> tuple[str, ...]:
 
 
 @torch.inference_mode()
-def target_states(target: TargetModel, tokens: Sequence[int], aux_layer_ids: tuple[int, ...]) -> TargetStates:
-    """One pass of a target over a text: states [tokens, ...]."""
-    text = torch.tensor(tokens, device=target.embed_tokens.weight.device)
-    positions = torch.arange(len(tokens), device=text.device)
-    return target(text, positions, CausalPass(), aux_layer_ids)  # type: ignore[no-any-return]
+def target_states(
+    target: TargetModel, texts: Sequence[Sequence[int]], aux_layer_ids: tuple[int, ...]
+) -> list[TargetStates]:
+    """One pass of a target over texts: states [tokens, ...] of each."""
+    rows = Rows([len(text) for text in texts], target.embed_tokens.weight.device)
+    tokens = torch.tensor([token for text in texts for token in text], device=rows.place.device)
+    states = target(tokens, rows.place, CausalPass(rows), aux_layer_ids)
+    aux = [None] * len(texts) if states.aux is None else states.aux.split(rows.counts)
+    pairs = zip(states.final.split(rows.counts), aux, strict=True)
+    return [TargetStates(final=final, aux=of_layers) for final, of_layers in pairs]
 
 
-@torch.inference_mode()
-def replay(
-    states: TargetStates,
-    drafter: Drafter,
-    tokens: Sequence[int],
-    segments: Sequence[Segment],
-    starts: Sequence[int],
-    *,
-    depth: int,
-    recent_tokens: int = RECENT_TOKENS,
-    feeding: Feeding = AS_IT_IS,
-    max_scores: int = MAX_SCORES,
-) -> Replayed:
-    """Draft again, `depth` tokens deep, the rounds of the finished sequence `tokens` that began at `starts` tokens.
+class Replay:
+    """A drafter that has read finished sequences, and drafts any of their rounds again.
 
-    `states` are the target's of the tokens, of the layers that the drafter reads. `starts` ascend, each 2 to
-    len(tokens); `segments` names what each token is part of. Sizes of states are recorded before `feeding`.
+    `max_scores` bounds the attention weights that exist at a time.
     """
-    assert list(starts) == sorted(starts)
-    assert 2 <= starts[0] <= starts[-1] <= len(tokens) == len(segments)
-    text = torch.tensor(tokens, device=states.final.device)
-    positions = torch.arange(len(tokens), device=text.device)
-    rows = starts[-1] - 1  # of the drafter that any round sees
-    kinds = torch.tensor(segments[:rows], device=text.device)
-    verified = VerifiedRows([start - 2 for start in starts], kinds, recent_tokens)
-    fused, parts = list[Tensor](), []
-    with drafter.fc.register_forward_hook(lambda _module, inputs, _output: fused.append(inputs[0][verified.slots])):
-        truth = states.final, drafter.fuse(states)
-        first = drafter(text[1 : rows + 1], truth[1][:rows], positions[:rows], verified)
-    heads = max(query.shape[1] for _, query, *_ in verified.layers)
-    chunk = max(1, min(_MAX_ROUNDS, max_scores // (heads * (rows + depth))))
-    for rounds in (slice(low, low + chunk) for low in range(0, len(starts), chunk)):
-        slots = verified.slots[rounds]
-        storage = DraftedRows(verified, rounds)
-        step = DraftStates(**{name: whole[slots] for name, whole in vars(first).items()})
-        recorded = [_record(drafter, step, storage, truth, slots + 1)]
-        fed_first = step.feature
-        for d in range(2, depth + 1):
-            fed = feeding(step.feature, fed_first, starts[rounds], d)
-            step = drafter(recorded[-1]["drafts"], fed, slots + d - 1, storage)
-            recorded.append(_record(drafter, step, storage, truth, slots + d))
-        parts.append({name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]})
-    slots = verified.slots
-    steps, ends = torch.arange(depth, device=slots.device), slots[:, None] + 1
-    before = F.pad(F.one_hot(kinds, len(Segment)).cumsum(0), (0, 0, 1, 0))  # [rows + 1, segments]: rows before each
-    window = len(tokens) + depth if verified.window is None else verified.window
-    visible = before[ends] - before[torch.minimum((ends + steps - window).clamp(min=0), ends)]
-    visible[..., Segment.DRAFTED] += steps.clamp(max=window)
-    return Replayed(
-        starts=torch.tensor(starts),
-        visible=visible.cpu(),
-        fused_rms=_rms(truth[1][slots]).cpu(),
-        contributions=_contributions(fused[0], drafter.fc.weight, len(fusion_parts(drafter))).cpu(),
-        **{name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]},
-    )
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        drafter: Drafter,
+        passages: Sequence[Passage],
+        *,
+        recent_tokens: int = RECENT_TOKENS,
+        max_scores: int = MAX_SCORES,
+    ) -> None:
+        for one in passages:
+            assert list(one.starts) == sorted(one.starts)
+            assert 2 <= one.starts[0] <= one.starts[-1] <= len(one.tokens) == len(one.segments)
+        self._drafter, self._passages, self._max_scores = drafter, passages, max_scores
+        states = _joined([one.states for one in passages])
+        self._rows = rows = Rows([len(one.tokens) for one in passages], states.final.device)
+        self._starts = [start for one in passages for start in one.starts]
+        begins = [(i, start - 2) for i, one in enumerate(passages) for start in one.starts]
+        self._kinds = torch.tensor([kind for one in passages for kind in one.segments], device=rows.place.device)
+        self._verified = verified = VerifiedRows(rows, self._kinds, begins, recent_tokens)
+        # What comes after a sequence's last token is not known; no round sees the row that would hold it.
+        after = torch.tensor([token for one in passages for token in (*one.tokens[1:], 0)], device=rows.place.device)
+        read = list[Tensor]()
+        with drafter.fc.register_forward_hook(lambda _module, inputs, _output: read.append(inputs[0][verified.index])):
+            self._truth = states.final, drafter.fuse(states)
+            first = drafter(after, self._truth[1], rows.place, verified)
+        self._first = DraftStates(**{name: whole[verified.index] for name, whole in vars(first).items()})
+        self._read = read[0]  # [begins, ...]: what fc had there
+
+    @torch.inference_mode()
+    def leading(self, depth: int, feeding: Feeding = AS_IT_IS) -> list[list[int]]:
+        """How many drafts in a row are what the sequence says, from each of its `starts` on; `depth` at most."""
+        drafter, verified = self._drafter, self._verified
+        said = [[*one.tokens, *one.beyond, *[-1] * (depth + 1)] for one in self._passages]
+        text = Rows([len(one) for one in said], self._kinds.device)
+        flat = torch.tensor([token for one in said for token in one], device=self._kinds.device)
+        before = text.offsets[verified.sequences] + verified.slots + 1  # [begins]: the last token that a round knows
+        found = [0] * len(self._starts)
+        for rounds in self._pieces(depth):
+            storage = DraftedRows(verified, rounds, max(1, depth - 1), records=False)
+            step = self._begun(rounds)
+            first = step.feature
+            for d in range(1, depth + 1):
+                numbers = storage.rounds.numbers
+                drafts = drafter.to_target_ids(argmax_rows(drafter.logits(step.head)))
+                stands = (drafts == flat[before[storage.rounds.index] + d]).nonzero()[:, 0]
+                which = stands.tolist()
+                for i in which:
+                    found[numbers[i]] = d
+                if not which or d == depth:
+                    break
+                storage, drafts, first = storage.only(which), drafts[stands], first[stands]
+                starts = [self._starts[number] for number in storage.rounds.numbers]
+                fed = feeding(step.feature[stands], first, starts, d + 1)
+                step = drafter(drafts, fed, storage.rounds.slots + d, storage)
+        counts = iter(found)
+        return [[next(counts) for _ in one.starts] for one in self._passages]
+
+    @torch.inference_mode()
+    def draft(self, starts: Sequence[Sequence[int]], depth: int, feeding: Feeding = AS_IT_IS) -> list[Replayed]:
+        """Draft again, `depth` tokens deep, the rounds of each sequence that began at these of its `starts`.
+
+        Sizes of states are recorded before `feeding`.
+        """
+        numbers, base = list[int](), 0
+        for passage, chosen in zip(self._passages, starts, strict=True):
+            where = {start: base + i for i, start in enumerate(passage.starts)}
+            numbers += [where[start] for start in chosen]
+            base += len(passage.starts)
+        drafter, verified, pieces = self._drafter, self._verified, list[dict[str, Tensor]]()
+        for rounds in self._pieces(depth, numbers):
+            storage = DraftedRows(verified, rounds, max(1, depth - 1))
+            step = self._begun(rounds)
+            begun = [self._starts[number] for number in rounds.numbers]
+            recorded, fed_first = [self._record(step, storage, 1)], step.feature
+            for d in range(2, depth + 1):
+                fed = feeding(step.feature, fed_first, begun, d)
+                step = drafter(recorded[-1]["drafts"], fed, rounds.slots + d - 1, storage)
+                recorded.append(self._record(step, storage, d))
+            pieces.append({name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]})
+        index = torch.tensor(numbers, device=self._kinds.device)
+        found = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        found["starts"] = verified.slots[index] + 2
+        found["visible"] = self._visible(index, depth)
+        found["fused_rms"] = _rms(self._truth[1][verified.index[index]])
+        found["contributions"] = _contributions(self._read[index], drafter.fc.weight, len(fusion_parts(drafter)))
+        counts = [len(chosen) for chosen in starts]
+        split = {name: torch.split(x.cpu(), counts) for name, x in found.items()}
+        return [Replayed(**{name: parts[i] for name, parts in split.items()}) for i in range(len(counts))]
+
+    def _pieces(self, depth: int, numbers: Sequence[int] | None = None) -> Iterator[Rounds]:
+        """Rounds, all unless given, in pieces that the memory bears: of several sequences, or parts of one."""
+        verified, vocabulary = self._verified, self._drafter.config.draft_vocab_size
+        heads = max(query.shape[1] for _, query, *_ in verified.layers)
+        scores = self._max_scores // (heads * (self._rows.longest + depth))
+        most = max(1, min(scores, max(_MIN_ROUNDS, _MAX_LOGITS // vocabulary)))
+        piece, longest, sequences = list[int](), 0, 0
+        given = range(len(self._starts)) if numbers is None else numbers
+        for _, group in groupby(given, key=lambda number: verified.begins[number][0]):
+            several = list(group)
+            if piece and (sequences + 1) * max(longest, len(several)) > most:
+                yield verified.rounds(piece)
+                piece, longest, sequences = [], 0, 0
+            while len(several) > most:
+                yield verified.rounds(several[:most])
+                several = several[most:]
+            piece, longest, sequences = piece + several, max(longest, len(several)), sequences + 1
+        if piece:
+            yield verified.rounds(piece)
+
+    def _begun(self, rounds: Rounds) -> DraftStates:
+        """What the first drafts come from."""
+        return DraftStates(**{name: whole[rounds.index] for name, whole in vars(self._first).items()})
+
+    def _visible(self, rounds: Tensor, depth: int) -> Tensor:
+        """[rounds, depth, segments]: rows of each segment that a draft step could look at."""
+        verified, rows = self._verified, self._rows
+        # [sequences, rows + 1, segments]: rows before each
+        before = F.pad(rows.pad(F.one_hot(self._kinds, len(Segment))).cumsum(1), (0, 0, 1, 0))
+        steps, ends = torch.arange(depth, device=rounds.device), verified.slots[rounds][:, None] + 1
+        window = rows.longest + depth if verified.window is None else verified.window
+        sequences = verified.sequences[rounds][:, None]
+        visible = before[sequences, ends] - before[sequences, torch.minimum((ends + steps - window).clamp(min=0), ends)]
+        visible[..., Segment.DRAFTED] += steps.clamp(max=window)
+        return visible
+
+    def _record(self, step: DraftStates, storage: DraftedRows, depth: int) -> dict[str, Tensor]:
+        """The fields of `Replayed` that one draft step of some rounds fills in, [rounds, ...] each."""
+        drafter, rows = self._drafter, self._rows
+        drafts, confidence = drafter.likeliest(step.head)
+        sequences = self._verified.sequences[storage.rounds.index]
+        places = storage.rounds.slots + depth  # where the target's state is that the drafter's stands for
+        is_there = places < rows.lengths[sequences]
+        index = rows.offsets[sequences] + torch.where(is_there, places, 0)
+        attention, storage.records = storage.records, []
+        assert attention is not None
+        return {
+            "drafts": drafts,
+            "confidence": confidence,
+            "hidden_rms": _rms(step.hidden),
+            "head_rms": _rms(step.head),
+            "feature_rms": _rms(step.feature),
+            "head_cosine": _cosine(step.head, self._truth[0], index, is_there),
+            "feature_cosine": _cosine(step.feature, self._truth[1], index, is_there),
+            **{name: torch.stack([record[name] for record in attention], dim=1) for name in attention[0]},
+        }
 
 
-def _record(
-    drafter: Drafter, step: DraftStates, storage: DraftedRows, truth: tuple[Tensor, Tensor], places: Tensor
-) -> dict[str, Tensor]:
-    """The fields of `Replayed` that one draft step of some rounds fills in, [rounds, ...] each.
-
-    `truth` is what the target says at every place, its final state and the feature made of its states, [n, hidden]
-    each, and `places` [rounds] where the state is that the drafter's stands for.
-    """
-    logits = drafter.logits(step.head)
-    wide = logits.float()
-    attention, storage.records = storage.records, []
-    return {
-        "drafts": drafter.to_target_ids(argmax_rows(logits)),
-        "confidence": (wide.amax(-1) - wide.logsumexp(-1)).exp(),
-        "hidden_rms": _rms(step.hidden),
-        "head_rms": _rms(step.head),
-        "feature_rms": _rms(step.feature),
-        "head_cosine": _cosine(step.head, truth[0], places),
-        "feature_cosine": _cosine(step.feature, truth[1], places),
-        **{name: torch.stack([record[name] for record in attention], dim=1) for name in attention[0]},
-    }
+def _joined(states: Sequence[TargetStates]) -> TargetStates:
+    aux = [one.aux for one in states if one.aux is not None]
+    return TargetStates(final=torch.cat([one.final for one in states]), aux=torch.cat(aux) if aux else None)
 
 
 def _contributions(read: Tensor, weight: Tensor, parts: int) -> Tensor:
@@ -369,9 +306,8 @@ def _rms(x: Tensor) -> Tensor:
     return x.float().square().mean(-1).sqrt()
 
 
-def _cosine(states: Tensor, truth: Tensor, places: Tensor) -> Tensor:
-    """Of states [rounds, hidden] with those of the target at `places`; NaN where there is nothing to compare with."""
+def _cosine(states: Tensor, truth: Tensor, index: Tensor, is_there: Tensor) -> Tensor:
+    """Of states [rounds, hidden] with those of the target at `index`; NaN where there is nothing to compare with."""
     if states.shape[-1] != truth.shape[-1]:  # a drafter narrower than its target
-        return states.new_full(places.shape, torch.nan, dtype=torch.float32)
-    there = truth[places.clamp(max=len(truth) - 1)]
-    return F.cosine_similarity(states.float(), there.float(), dim=-1).masked_fill(places >= len(truth), torch.nan)
+        return states.new_full(index.shape, torch.nan, dtype=torch.float32)
+    return F.cosine_similarity(states.float(), truth[index].float(), dim=-1).masked_fill(~is_there, torch.nan)

@@ -111,7 +111,6 @@ class PromptRow(Record):
     rounds_by_depth: tuple[int, ...]  # that drafted to each depth: what the curves are means over
     recent_attention: Curve
     sink_attention: Curve
-    untouched_tally: Tally | None = None  # where drafting is perturbed: as fresh_tally, of the drafter left alone
 
     @property
     def acceptance(self) -> AcceptanceStatistics:
@@ -161,15 +160,14 @@ class DriftResult(Record):
     temperature: float
     trained_depth: int | None  # draft steps it was trained on, where its provenance says so
     depth: int  # to which the probe drafted
-    engine_depth: int  # to which the engine drafted while the text was made
+    engine_depth: int  # to which the engine drafts: where its rounds begin follows from that
     prompts: int
     prompt_tokens: int
     output_tokens: int
     recent_tokens: int  # rows of the recent window
     tally: Tally  # of acceptance to `depth`: the engine's rounds, drafted on where it stopped earlier
     fresh_tally: Tally  # of the rounds among them that do not begin in repetition
-    engine_tally: Tally
-    replay_agreement: float | None  # share of rounds in which the replay accepts what the engine did; 1 but for ties
+    engine_tally: Tally  # to `engine_depth`
     by_depth: tuple[DepthMetrics, ...]
     fused_rms: float | None  # of the feature from the target that depth 1 is fed
     fusion_shares: tuple[FusionShare, ...]

@@ -1,19 +1,19 @@
 """Where a probe's text and the target's states come from: a target that is loaded here, or one that vLLM runs.
 
-    OwnSource         our engine decodes with the drafter: text, rounds; one more pass of the target: states
-    CapturedSource    vLLM decodes without it: text; its connector: states; the rounds follow from text and drafts
+    OwnSource         our engine: text; one more pass of the target: states
+    CapturedSource    vLLM: text; its connector: states
 
-The second never loads the target: of its checkpoint only embedding, final norm and head are read. A round drafts what
-follows from the verified text before it, and the target's choices are the text; so the rounds that speculation would
-have taken are known without taking them.
+Neither drafts. A round drafts what follows from the verified text before it, and the target's choices are the text; so
+the rounds that speculation would have taken are known without taking them. The second never loads the target: of its
+checkpoint only embedding, final norm and head are read.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target, read_target_config, stop_ids, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.devices import DTYPES, choose_device, choose_dtype
+from fledge.drift.answers import Answer
 from fledge.drift.replay import target_states
 from fledge.engine.config import MAX_DEPTH
 from fledge.engine.llm import LLM
@@ -33,12 +34,20 @@ from fledge.errors import ConfigError, PromptError
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetStates
+from fledge.native import accelerate_drafter
 from fledge.vllm_process.client import VllmClient
 from fledge.vllm_states import hosts as servers
 from fledge.vllm_states.files import CapturedLayers, StateFiles, StateReader
 
 CONCURRENCY = 32  # requests at once, at each vLLM
 MAX_BYTES = 4 << 30  # of states that are written and not yet read
+MAX_ROWS, MAX_ROWS_ON_CPU = 1 << 15, 1 << 11  # tokens of several texts that are read together
+KEPT_BYTES = 2 << 30  # of states that are kept for other drafters
+
+
+_T = TypeVar("_T")
+_Text = tuple[tuple[int, ...], tuple[int, ...]]  # layers that are read, and tokens
+Told = Callable[[int, int], None]  # how many prompts of how many are answered
 
 
 class Source(Protocol):
@@ -53,12 +62,7 @@ class Source(Protocol):
 
     @property
     def drafting_depth(self) -> int:
-        """Of the rounds that it tells, or that follow from the text."""
-        ...
-
-    @property
-    def tells_rounds(self) -> bool:
-        """Whether its outputs have rounds; else they follow from the text."""
+        """Of the rounds that follow from the text."""
         ...
 
     def exchange(self, drafter: str) -> None: ...
@@ -68,8 +72,14 @@ class Source(Protocol):
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[SamplingParams],
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Told | None = None,
     ) -> list[RequestOutput]: ...
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], progress: Told
+    ) -> list[Answer]:
+        """What `generate` gives, and what the target would have said next, where the source can tell."""
+        ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
@@ -83,52 +93,96 @@ class Source(Protocol):
 class OwnSource:
     """A target of ours, which stays loaded while drafters are exchanged."""
 
-    tells_rounds = True
+    drafter: Drafter
 
     def __init__(self, target: str, drafter: str, depth: int, options: Mapping[str, Any]) -> None:
-        self._depth = min(depth, MAX_DEPTH)
+        self.drafting_depth = min(depth, MAX_DEPTH)
+        self._directory = resolve(target)
         # The replay needs memory of its own, beside the engine's cache.
-        given = {"gpu_memory_utilization": 0.6, **options}
-        self.llm = LLM(target, speculative_config=self._speculation(drafter), **given)
+        self.llm = LLM(target, **{"gpu_memory_utilization": 0.6, **options})
         self.tokenizer, self.max_model_len = self.llm.tokenizer, self.llm.max_model_len
         self.vocab_size = self.llm.target.config.vocab_size
-
-    def _speculation(self, drafter: str) -> dict[str, Any]:
-        return {"model": drafter, "num_speculative_tokens": self._depth, "adaptive": False}
+        self._kept: dict[_Text, TargetStates] = {}
+        self.exchange(drafter)
 
     def exchange(self, drafter: str) -> None:
-        self.llm.set_speculation(self._speculation(drafter))
-
-    @property
-    def drafter(self) -> Drafter:
-        config = self.llm.config
-        assert not config.drafts_trees
-        assert not config.sample_drafts
-        assert self.llm.drafter is not None
-        return self.llm.drafter
-
-    @property
-    def drafting_depth(self) -> int:
-        return self.llm.config.max_depth
+        target = self.llm.target
+        self.drafter = load_drafter(resolve(drafter), target, target_directory=self._directory).requires_grad_(False)
+        if self.llm.config.pack_weights:
+            accelerate_drafter(self.drafter)
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[SamplingParams],
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Told | None = None,
     ) -> list[RequestOutput]:
         return self.llm.generate(prompts, sampling_params, progress=progress)
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], progress: Told
+    ) -> list[Answer]:
+        ends, several = set(self.llm.eos_ids), list[Answer]()
+        longer = [
+            replace(params, max_tokens=(params.max_tokens or 0) + self.drafting_depth, ignore_eos=True)
+            for params in sampling_params
+        ]
+        for output, params in zip(self.generate(prompts, longer, progress=progress), sampling_params, strict=True):
+            said = tuple(output.outputs[0].token_ids)
+            end = next((i for i, token in enumerate(said, start=1) if token in ends), len(said))
+            end = min(end, params.max_tokens or end)
+            several.append(Answer(said[:end], said[end : end + self.drafting_depth]))
+        return several
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return self.llm.encode_chat(messages)
 
     def states(self, texts: Iterable[Sequence[int]]) -> Iterator[TargetStates]:
-        for tokens in texts:
-            yield target_states(self.llm.target, tokens, self.drafter.aux_layer_ids)
+        """They are the same for all drafters that read these layers: what there is room for is kept."""
+        layers, wanted = self.drafter.aux_layer_ids, [tuple(text) for text in texts]
+        for several in in_batches(wanted, len, self.llm.target.embed_tokens.weight.device):
+            missing = [text for text in dict.fromkeys(several) if (layers, text) not in self._kept]
+            found = dict(zip(missing, target_states(self.llm.target, missing, layers) if missing else (), strict=True))
+            for text in several:
+                yield found[text] if text in found else self._kept[layers, text]
+            self._keep({(layers, text): states for text, states in found.items()}, {(layers, text) for text in wanted})
+
+    def _keep(self, new: Mapping[_Text, TargetStates], wanted: Container[_Text]) -> None:
+        """Keep states; in their place go those that are not wanted now, the oldest first."""
+        room = KEPT_BYTES - sum(map(_bytes, self._kept.values()))
+        for key, states in new.items():
+            for old in [one for one in self._kept if one not in wanted]:
+                if _bytes(states) <= room:
+                    break
+                room += _bytes(self._kept.pop(old))
+            if _bytes(states) <= room:
+                room -= _bytes(states)
+                self._kept[key] = states
 
     def close(self) -> None:
         self.llm.close()
+
+
+def in_batches(items: Iterable[_T], size: Callable[[_T], int], device: torch.device) -> Iterator[list[_T]]:
+    """Yield texts in turn, those that are to be read together in a list: no more tokens than are good for a device.
+
+    A GPU wants few launches, a CPU what its caches hold.
+    """
+    most = MAX_ROWS_ON_CPU if device.type == "cpu" else MAX_ROWS
+    batch, total = list[_T](), 0
+    for item in items:
+        if batch and total + size(item) > most:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size(item)
+    if batch:
+        yield batch
+
+
+def _bytes(states: TargetStates) -> int:
+    return sum(part.nbytes for part in (states.final, states.aux) if part is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +230,6 @@ class VllmServers:
 class CapturedSource:
     """A target that vLLM runs. Here are its embedding, its final norm, its head, and the drafter."""
 
-    tells_rounds = False
     drafter: Drafter
 
     def __init__(
@@ -214,7 +267,6 @@ class CapturedSource:
         self._in_flight = CONCURRENCY * len(hosts.addresses)
         # A text whose states are asked for is a prompt there, and one token follows it.
         self.max_model_len = min(vllm.max_model_len or hosts.max_model_len, hosts.max_model_len - 1)
-        self._told: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
 
     def exchange(self, drafter: str) -> None:
         loaded = load_drafter(resolve(drafter), self._config, target_directory=self._directory)
@@ -226,14 +278,15 @@ class CapturedSource:
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[SamplingParams],
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Told | None = None,
     ) -> list[RequestOutput]:
-        """Whichever drafter is probed, the answers are the target's: each is asked for once."""
-        keys = [(tuple(prompt), params) for prompt, params in zip(prompts, sampling_params, strict=True)]
-        new = [key for key in dict.fromkeys(keys) if key not in self._told]
-        outputs = self._answers.generate([key[0] for key in new], [key[1] for key in new], progress=progress)
-        self._told |= zip(new, outputs, strict=True)
-        return [self._told[key] for key in keys]
+        return self._answers.generate(prompts, sampling_params, progress=progress)
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], progress: Told
+    ) -> list[Answer]:
+        outputs = self.generate(prompts, sampling_params, progress=progress)
+        return [Answer(tuple(output.outputs[0].token_ids)) for output in outputs]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if self.tokenizer is None:

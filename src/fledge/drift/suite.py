@@ -20,12 +20,11 @@ from typing import Any
 import torch
 
 from fledge.drift.change import AttentionChange, attention_change, compare_changes
-from fledge.drift.perturb import UNPERTURBED, Perturbation, parse_perturbation, perturb, texts
-from fledge.drift.probe import Prober
+from fledge.drift.perturb import UNPERTURBED, Perturbation, parse_perturbation, texts
+from fledge.drift.probe import VERSION, Prober
 from fledge.drift.prompts import ProbePrompt, has_open_turns
 from fledge.drift.result import DriftResult, Results
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.evaluation.results import statistics_of
 from fledge.evaluation.workloads import Workload
 from fledge.files import digest, distinct_names, json_line, read_json, write_json, write_text
 from fledge.progress import Advance, Progress
@@ -33,7 +32,7 @@ from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Comparison, Counts, Interval
 from fledge.report.prose import sign_of
 
-VERSION = 2  # of cells: raise it when a probe's figures change their meaning
+NO_MEMORY = "the device's memory does not suffice for prompts of this length"
 FIGURES: dict[str, str] = texts("figures")["figures"]
 GROUPS: dict[str, dict[str, Any]] = texts("figures")["groups"]
 _COMPARISONS = {">=": "ge", "<=": "le", ">": "gt", "<": "lt", "==": "eq", "!=": "ne"}  # of `operator`
@@ -118,55 +117,66 @@ def run_suite(
         raise ConfigError("drafters: expected at least one, each once")
     directory.mkdir(parents=True, exist_ok=True)
     progress = progress or Progress(quiet=True)
-    prompts = _with_history([ProbePrompt(**vars(one)) for one in workload.prompts], drafters[0], prober, directory)
+    prompts = probe_prompts(workload, drafters[0], prober, directory)
     cells: list[SuiteCell] = []
     results: dict[tuple[str, str], DriftResult] = {}
     for drafter in drafters:
-        key = _key(prober, drafter, prompts)
-        readable = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(drafter).name)
-        folder = directory / "cells" / f"{readable}-{digest(drafter)[:6]}"
-        folder.mkdir(parents=True, exist_ok=True)
         with progress.task(drafter, len(parsed)) as advance:
             for name, perturbation in parsed.items():
-                path, of_cell = folder / f"{name.replace(':', '-')}.json", digest([*key, name])
-                saved = read_json(path)
-                if saved is None or saved.get("key") != of_cell:
-                    prober.load(drafter)
-                    saved = _probe_cell(path, of_cell, perturbation, prompts, prober, advance)
-                cells.append(SuiteCell.from_dict(saved, str(path)))
+                saved = probe_cell(drafter, perturbation, prompts, prober, directory, advance)
+                cells.append(SuiteCell.from_dict(saved, name))
                 if saved["result"] is not None:
-                    results[drafter, name] = DriftResult.from_dict(saved["result"], str(path))
+                    results[drafter, name] = DriftResult.from_dict(saved["result"], name)
                 advance(1, note=f"{name}: {'skipped' if saved['skip'] else 'done'}")
     suite = summarise(cells, results, workload=workload.name, bootstrap=bootstrap or Bootstrap())
     write_json(directory / "suite.json", suite.to_dict())
     return suite, results
 
 
-def _probe_cell(
-    path: Path, key: str, perturbation: Perturbation, prompts: Sequence[ProbePrompt], prober: Prober, advance: Advance
+def cell_path(directory: Path, drafter: str, perturbation: Perturbation) -> Path:
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(drafter).name)
+    return directory / "cells" / f"{readable}-{digest(drafter)[:6]}" / f"{perturbation.name.replace(':', '-')}.json"
+
+
+def probe_cell(
+    drafter: str,
+    perturbation: Perturbation,
+    prompts: Sequence[ProbePrompt],
+    prober: Prober,
+    directory: Path,
+    advance: Advance = lambda *_, **__: None,
 ) -> dict[str, Any]:
-    """Probe what a cell's file holds, and write it."""
-    changed = perturb(perturbation, prompts, prober.context)
-    cell: dict[str, Any] = {"key": key, "drafter": prober.drafter, "perturbation": perturbation.name}
-    cell |= {"kinds": perturbation.kinds, "left_out": changed.left_out, "skip": changed.skip, "result": None}
+    """What a cell's file holds; unless it is there, the cell is probed and the file written."""
+    path = cell_path(directory, drafter, perturbation)
+    key = digest([VERSION, prober.identity(drafter), [asdict(prompt) for prompt in prompts], perturbation.name])
+    saved = read_json(path)
+    if saved is not None and saved.get("key") == key:
+        return saved
+    prober.load(drafter)
+    cell: dict[str, Any] = {"key": key, "drafter": drafter, "perturbation": perturbation.name}
+    cell |= {"kinds": perturbation.kinds, "left_out": {}, "skip": None, "result": None}
     try:
-        if changed.skip is None:
-            cell["result"] = prober.probe(changed.prompts, perturbation, advance).to_dict()
+        answered = prober.answered(prompts, perturbation, advance)
+        cell |= {"left_out": answered.left_out, "skip": answered.skip}
+        if answered.skip is None:
+            cell["result"] = prober.probe(answered, perturbation, advance).to_dict()
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json_line(cell))
     except torch.OutOfMemoryError:  # no file: there may be enough the next time
         torch.cuda.empty_cache()
-        cell["skip"] = "the device's memory does not suffice for prompts of this length"
+        cell["skip"] = NO_MEMORY
     return cell
 
 
-def _with_history(
-    prompts: Sequence[ProbePrompt], drafter: str, prober: Prober, directory: Path
-) -> Sequence[ProbePrompt]:
-    """Fill in the target's answers to earlier turns, once for all drafters and perturbations."""
+def probe_prompts(workload: Workload, drafter: str, prober: Prober, directory: Path) -> Sequence[ProbePrompt]:
+    """A workload's prompts with the target's answers to earlier turns, once for all drafters and perturbations.
+
+    The text is the target's own whichever `drafter` is loaded to ask for it.
+    """
+    prompts = [ProbePrompt(**vars(one)) for one in workload.prompts]
     if not any(has_open_turns(prompt) for prompt in prompts):
         return prompts
-    # The text is the target's own whichever drafter helps it, so the key names one drafter to name the target.
-    key = digest(_key(prober, drafter, prompts))
+    key = digest([VERSION, prober.target_identity, prober.settings.max_tokens, [asdict(prompt) for prompt in prompts]])
     path = directory / "conversations.json"
     found = read_json(path)
     if found is None or found["key"] != key:
@@ -175,11 +185,6 @@ def _with_history(
         found = {"key": key, "messages": [prompt.messages for prompt in answered]}
         write_text(path, json_line(found))
     return [replace(one, messages=tuple(several)) for one, several in zip(prompts, found["messages"], strict=True)]
-
-
-def _key(prober: Prober, drafter: str, prompts: Sequence[ProbePrompt]) -> list[object]:
-    """What a cell depends on besides its perturbation."""
-    return [VERSION, prober.identity(drafter), [asdict(prompt) for prompt in prompts]]
 
 
 def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bootstrap: Bootstrap) -> SuiteResult:
@@ -199,7 +204,7 @@ def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bo
             found["repeated_share"] = result.repeated_share
             found["attention"] = attention_change(bootstrap, result)
             if result is not first:
-                found["compared"] = bootstrap.compare(counts, base_counts(result, first), offset=1.0)
+                found["compared"] = bootstrap.compare(counts, acceptance_counts(first), offset=1.0)
                 found["recent_compared"] = compare_changes(bootstrap, "recent", [result], [first])
         compared.append(replace(cell, **found))
     first = next(iter(base.values()))
@@ -246,16 +251,6 @@ def acceptance_counts(*results: DriftResult) -> Counts:
         (accepted, rounds), found = counts.get(row.id, (0, 0)), row.fresh_acceptance
         counts[row.id] = (accepted + sum(found.accepted_by_depth), rounds + found.rounds)
     return counts
-
-
-def base_counts(result: DriftResult, unperturbed: DriftResult) -> Counts:
-    """What a perturbed run is compared with: the unperturbed run, or, where the engine's rounds are not the drafter's
-    own any more, the rounds that the drafter left alone takes through the same text.
-    """
-    tallies = {row.id: row.untouched_tally for row in result.prompt_rows if row.untouched_tally is not None}
-    alone = {name: statistics_of(tally) for name, tally in tallies.items()}
-    counts = {name: (sum(found.accepted_by_depth), found.rounds) for name, found in alone.items()}
-    return counts or acceptance_counts(unperturbed)
 
 
 def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:

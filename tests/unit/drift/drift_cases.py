@@ -72,7 +72,6 @@ def drift_result(
         tally=_pooled(tally),
         fresh_tally=_pooled(tally),
         engine_tally=_pooled(tally),
-        replay_agreement=1.0,
         by_depth=tuple(
             _depth(number, *shares, user, calibration)
             for number, shares in enumerate(zip(recent, sinks, strict=True), start=1)

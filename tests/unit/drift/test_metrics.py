@@ -54,7 +54,6 @@ def test_a_draft_is_judged_only_after_right_ones() -> None:
     assert judged.right.tolist() == [[True, False, False], [True, True, True]]  # 3 is at its place, after a wrong 7
     assert judged.comparable.tolist() == judged.reached.tolist()
     assert judged.outcomes == ((3, 1), (3, 3))
-    assert judged.agreeing == 2
 
 
 def test_beyond_the_engines_depth_the_text_decides() -> None:
@@ -76,20 +75,12 @@ def test_drafts_after_the_end_of_the_text_count_for_nothing() -> None:
     assert judged.comparable[0].tolist() == [True, True, True, False]
     # The engine accepted three at place 7, of which two were trimmed: its word counts.
     assert judged.outcomes == ((2, 2), (4, 1), (4, 3))
-    assert judged.agreeing == 3
 
 
 def test_nothing_is_drafted_where_there_is_no_room() -> None:
     judged = judge(made([4], [[2, 3, 4, 5]]), TEXT, [record(4, 2, 2)], limit=7)
     assert judged.drafted.tolist() == [[True, True, False, False]]
     assert judged.outcomes == ((2, 2),)
-
-
-def test_a_replay_that_drafts_otherwise_than_the_engine_is_counted() -> None:
-    sums = DriftSums(2, ["a", "b"], None)
-    sums.add(made([3, 4], [[1, 2], [7, 3]]), TEXT, [record(3, 2, 2), record(4, 2, 1)], 100)
-    assert sums.figures()["replay_agreement"] == 0.5
-    assert sums.acceptance.tally == {(2, 2): 1, (2, 1): 1}
 
 
 def test_rounds_that_begin_in_repetition_are_counted_apart() -> None:
@@ -202,7 +193,6 @@ def test_nothing_to_report() -> None:
     assert sums.figures()["by_depth"] == ()
     assert sums.figures()["fusion_shares"] == ()
     assert sums.figures()["fused_rms"] is None
-    assert sums.figures()["replay_agreement"] is None
     assert sums.figures()["calibration"].error is None
     row = PromptRow(id="p", category="c", prompt_tokens=3, output_tokens=1, repeated_tokens=0, **sums.unmeasured)
     assert (row.acceptance.rounds, row.rounds_by_depth, row.sink_attention) == (0, (0, 0), (None, None))

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.drift import replay as replay_module
+from fledge.drift import storages
 from fledge.drift.prompts import Segment
-from fledge.drift.replay import AS_IT_IS, Feeding, Replayed, causal_attention, fusion_parts, replay, target_states
+from fledge.drift.replay import AS_IT_IS, Feeding, Passage, Replay, Replayed, fusion_parts, rounds_taken, target_states
+from fledge.drift.storages import Rows, VerifiedRows, causal_attention
 from fledge.engine.outputs import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
 from fledge.layers.dense_cache import DenseCache, DensePass
@@ -34,10 +35,10 @@ SEGMENTS = [
 ]
 
 
-def served(name: str, depth: int) -> tuple[list[int], list[RoundRecord], dict[int, list[int]]]:
+def served(name: str, depth: int, max_tokens: int = 24) -> tuple[list[int], list[RoundRecord], dict[int, list[int]]]:
     """What the engine does: the sequence, its rounds, and what each round was given to verify."""
     engine = make_engine(drafts=drafter(name), depth=depth)
-    request = greedy(PROMPT, max_tokens=24).submit(engine, "0")
+    request = greedy(PROMPT, max_tokens=max_tokens).submit(engine, "0")
     drafts: dict[int, list[int]] = {}
     while engine.has_unfinished:
         engine.step()
@@ -47,9 +48,23 @@ def served(name: str, depth: int) -> tuple[list[int], list[RoundRecord], dict[in
     return request.tokens, request.rounds, drafts
 
 
-def replayed(model: Drafter, tokens: Sequence[int], starts: Sequence[int], depth: int, **settings: Any) -> Replayed:
-    states = target_states(target(), tokens, model.aux_layer_ids)
-    return replay(states, model, tokens, SEGMENTS[: len(tokens)], starts, depth=depth, **settings)
+def passage(model: Drafter, tokens: Sequence[int], starts: Sequence[int], of: Any = None, **more: Any) -> Passage:
+    (states,) = target_states(of or target(), [tokens], model.aux_layer_ids)
+    return Passage(states=states, tokens=tokens, segments=SEGMENTS[: len(tokens)], starts=starts, **more)
+
+
+def replayed(
+    model: Drafter,
+    tokens: Sequence[int],
+    starts: Sequence[int],
+    depth: int,
+    *,
+    feeding: Feeding = AS_IT_IS,
+    of: Any = None,
+    **settings: Any,
+) -> Replayed:
+    (found,) = Replay(model, [passage(model, tokens, starts, of)], **settings).draft([starts], depth, feeding)
+    return found
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -174,14 +189,7 @@ def test_without_queries_attention_is_even(name: str) -> None:
         config = layer.self_attn.config
         layer.self_attn.qkv_proj.weight[: config.query_size] = 0
     tokens = [*PROMPT, *[2] * 10]
-    found = replay(
-        target_states(make_target(engine_cases.TARGET), tokens, model.aux_layer_ids),
-        model,
-        tokens,
-        SEGMENTS[:16],
-        [7, 12],
-        depth=5,
-    )
+    found = replayed(model, tokens, [7, 12], depth=5, of=make_target(engine_cases.TARGET))
     for r, start in enumerate([7, 12]):
         for d in range(5):
             rows = start - 1 + d
@@ -260,9 +268,7 @@ def test_contributions_by_hand(fc_norm: bool, norm_before_fc: bool) -> None:
         if norm is not None:
             norm.weight.fill_(1.0)
     tokens = list(range(2, 12))
-    segments = [Segment.PROMPT] * len(tokens)
-    states = target_states(made, tokens, model.aux_layer_ids)
-    found = replay(states, model, tokens, segments, [5, 8], depth=1)
+    found = replayed(model, tokens, [5, 8], depth=1, of=made)
     assert fusion_parts(model) == ("layer 2", "layer 4", "layer 5")
     positions = torch.arange(len(tokens))
     states = made(torch.tensor(tokens), positions, DenseCache(8).extend(positions), model.aux_layer_ids)
@@ -295,9 +301,11 @@ def test_contributions_of_eagle1_are_those_of_token_and_feature() -> None:
 def test_causal_attention_of_targets_with_windows(
     window: int | None, chunked: bool, sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replay_module, "_WINDOW_CHUNK", 4)
+    monkeypatch.setattr(storages, "_WINDOW_CHUNK", 4)
     query, key, value = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
-    mixed = causal_attention(query, key, value, scale=0.3, window=window, chunked=chunked, sinks=sinks)
+    (mixed,) = causal_attention(
+        *(x[None] for x in (query, key, value)), scale=0.3, window=window, chunked=chunked, sinks=sinks
+    )
     for i in range(13):
         first = 0 if window is None else i // window * window if chunked else max(0, i - window + 1)
         for h in range(4):
@@ -311,21 +319,19 @@ def test_bfloat16_pairs_are_recorded_in_float32() -> None:
     model = make_drafter(DRAFTERS["eagle3.1"], make_target(engine_cases.TARGET), seed=2).bfloat16()
     model.share_with(made)
     tokens = [*PROMPT, 2, 3]
-    states = target_states(made, tokens, model.aux_layer_ids)
-    found = replay(states, model, tokens, SEGMENTS[:8], [7, 8], depth=3)
+    found = replayed(model, tokens, [7, 8], depth=3, of=made)
     assert found.mass.dtype == torch.float32
     torch.testing.assert_close(found.mass.sum(-1), torch.ones_like(found.entropy))
 
 
 def test_values_may_be_narrower_than_keys() -> None:
     """What is kept of a layer says how wide it is: latent attention has values of another width than its keys."""
-    verified = replay_module.VerifiedRows([1, 3], torch.tensor([Segment.SINK, *[Segment.USER] * 3]))
+    verified = VerifiedRows(Rows([4]), torch.tensor([Segment.SINK, *[Segment.USER] * 3]), [(0, 1), (0, 3)])
     query, keys, values = torch.randn(2, 4, 8), torch.randn(4, 2, 8), torch.randn(4, 2, 5)
     spec = AttentionSpec(layer=0, scale=0.3, sliding_window=None)
-    verified.layers.append((spec, query, keys.transpose(0, 1), values.transpose(0, 1)))
-    verified._summary = verified._summary.to(keys.dtype)
+    verified.keep(spec, query, keys[None], values[None])
     own = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 5)
-    mixed, record = verified.look(0, slice(0, 2), query, own)
+    mixed, record = verified.look(0, verified.rounds([0, 1]), query, (own[0][None], own[1][None]))
     for r, slot in enumerate((1, 3)):
         for h in range(4):
             seen = torch.cat([keys[: slot + 1, h // 2], own[0][r, :, h // 2]])
@@ -333,3 +339,50 @@ def test_values_may_be_narrower_than_keys() -> None:
             expected = weights @ torch.cat([values[: slot + 1, h // 2], own[1][r, :, h // 2]])
             torch.testing.assert_close(mixed[r, h], expected)
             assert float(record["mass"][r, h, Segment.DRAFTED]) == pytest.approx(float(weights[-1]))
+
+
+@pytest.mark.parametrize("name", ["eagle1", "two-layers", "windows"])
+def test_sequences_that_share_a_pass_are_drafted_as_each_by_itself(name: str) -> None:
+    """Of different lengths and numbers of rounds, one without any; all together, and in pieces of both kinds."""
+    model, generator = drafter(name), torch.Generator().manual_seed(7)
+    lengths, starts = (20, 9, 31, 13), ([7, 8, 15, 20], [], [2, 9, 30], [4, 5, 6, 7, 8, 13])
+    texts = [torch.randint(0, 6, (length,), generator=generator).tolist() for length in lengths]
+    states = target_states(target(), texts, model.aux_layer_ids)
+    several = [
+        Passage(states=state, tokens=text, segments=SEGMENTS[: len(text)], starts=range(2, len(text) + 1))
+        for state, text in zip(states, texts, strict=True)
+    ]
+    for feeding, max_scores in ((AS_IT_IS, 1 << 20), (Feeding(noise=1.0), 1 << 20), (AS_IT_IS, 700), (AS_IT_IS, 1)):
+        found = Replay(model, several, max_scores=max_scores).draft(starts, 4, feeding)
+        for one, text, begun in zip(found, texts, starts, strict=True):
+            if begun:
+                alone = replayed(model, text, begun, 4, feeding=feeding)
+                for field in fields(Replayed):
+                    torch.testing.assert_close(
+                        getattr(one, field.name), getattr(alone, field.name), equal_nan=True, msg=field.name
+                    )
+            assert len(one.drafts) == len(begun)
+    leading = Replay(model, several).leading(4, Feeding(pin=True))
+    every = Replay(model, several).draft([one.starts for one in several], 4, Feeding(pin=True))
+    for counts, text, one in zip(leading, texts, every, strict=True):
+        for count, start, drafts in zip(counts, range(2, len(text) + 1), one.drafts.tolist(), strict=True):
+            matches = [draft == token for draft, token in zip(drafts, text[start:], strict=False)]
+            assert count == ([*matches, False].index(False))
+    assert max(map(max, leading)) > 1
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3.1"])
+def test_rounds_follow_from_the_text_and_what_the_target_would_say_next(name: str) -> None:
+    tokens, rounds, _ = served(name, depth=4)
+    longer, *_ = served(name, depth=4, max_tokens=30)
+    assert longer[: len(tokens)] == tokens
+    starts = range(len(PROMPT) + 1, len(tokens))
+    beyond = longer[len(tokens) :]
+    (leading,) = Replay(drafter(name), [passage(drafter(name), tokens, starts, beyond=beyond)]).leading(4)
+    assert rounds_taken(starts, leading, depth=4, known=len(longer), limit=256) == rounds
+    # Where the text alone is known, its last round accepts no more of it than there is.
+    cut = rounds_taken(starts, leading, depth=4, known=len(tokens), limit=256)
+    assert cut[:-1] == rounds[:-1]
+    assert cut[-1].start + cut[-1].accepted <= len(tokens)
+    assert [one.drafted for one in rounds_taken([5, 6], [0, 0], depth=4, known=20, limit=8)] == [2, 1]
+    assert rounds_taken([7], [0], depth=4, known=20, limit=8) == []

@@ -69,7 +69,6 @@ RESULT = DriftResult(
     tally=((1, 0, 2), (2, 2, 3)),
     fresh_tally=((1, 0, 2), (2, 2, 1)),
     engine_tally=((1, 0, 2), (1, 1, 3)),
-    replay_agreement=1.0,
     by_depth=(DEPTH,),
     fused_rms=1.25,
     fusion_shares=(FusionShare(part="layer 2", share=1.0, norm=4.0),),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.drift.replay import CausalPass
+from fledge.drift.storages import CausalPass
 from fledge.layers.block import join_weights
 from fledge.layers.config import LatentConfig
 from fledge.layers.dense_cache import DenseCache

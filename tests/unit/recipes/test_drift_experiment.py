@@ -1,6 +1,7 @@
 """The drift experiment: its file, its outcome of made-up probes, and a run of it with tiny models."""
 
 import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 import yaml
 
 from fledge.drift.change import FEW_PROMPTS
-from fledge.drift.perturb import UNPERTURBED
+from fledge.drift.perturb import UNPERTURBED, Perturbation
 from fledge.errors import ConfigError, FledgeError
 from fledge.progress import Progress
 from fledge.report.intervals import Bootstrap
@@ -154,6 +155,8 @@ def test_shares_are_done_side_by_side_and_what_ends_one_is_a_line(monkeypatch, c
         for one in share:
             if one == 3:
                 raise torch.OutOfMemoryError
+            if one == 5:
+                raise ModuleNotFoundError("No module\nnamed 'fledge'")
             found.append(one * processes)
             yield
 
@@ -167,6 +170,20 @@ def test_shares_are_done_side_by_side_and_what_ends_one_is_a_line(monkeypatch, c
     for processes in (1, 2):
         with pytest.raises(FledgeError, match="fewer --processes if memory was short; the same command goes on"):
             do([[1], [3]], processes)
+    with pytest.raises(FledgeError, match="a process failed: ModuleNotFoundError: No module named 'fledge'; the same"):
+        do([[5], [1]], 2)
+    with pytest.raises(ModuleNotFoundError):
+        do([[5]], 1)
+
+
+@pytest.mark.parametrize(("processes", "sizes"), [(1, [5]), (4, [3, 1, 1])])
+def test_shares_are_of_one_condition_and_the_last_are_small(tmp_path, processes, sizes) -> None:
+    experiment = Experiment.load(write_experiment(tmp_path / "experiment.yaml", seeds=[0, 1, 2]))
+    fits, conditions = experiment.fits[:5], [Perturbation(), Perturbation(steps=("pin",))]
+    shares = run.probe_shares(conditions, fits, processes)
+    cells = [(share.condition, fit) for share in shares for fit in share.fits]
+    assert Counter(cells) == Counter((condition, fit) for condition in conditions for fit in fits)
+    assert [len(share.fits) for share in shares] == [size for size in sizes for _ in conditions]
 
 
 def test_a_run_answers_once_and_does_nothing_twice(tmp_path, monkeypatch, capsys) -> None:
@@ -190,6 +207,8 @@ def test_a_run_answers_once_and_does_nothing_twice(tmp_path, monkeypatch, capsys
     found = json.loads((out / "probes" / f"{fits[0].name}.json").read_text())["results"]
     assert list(found) == [UNPERTURBED, "noise:0.5"]
     assert len(found[UNPERTURBED]["by_depth"]) == 3
+    (kept,) = (out / "probes" / "answers").glob("*.json")  # of both drafters and conditions
+    assert kept.name.startswith(UNPERTURBED)
 
     monkeypatch.setattr(run, "_train_share", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(run.Prober, "load", lambda *_: pytest.fail("probed again"))

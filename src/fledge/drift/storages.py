@@ -1,0 +1,286 @@
+"""Where keys and values live while finished sequences are drafted again: storages that record where attention goes.
+
+The drafter is the module that serves; only its storage is different. `VerifiedRows` is its pass over the verified text,
+`DraftedRows` the draft steps of many rounds at once: a round sees the verified rows of its sequence up to its own slot,
+as serving does after each resynchronisation, and the rows it drafted itself.
+
+                verified rows        drafted by round 0   drafted by round 1
+    round 0     x x x . . .          x x                  . .
+    round 1     x x x x x .          . .                  x x
+
+Several sequences share a pass. Their rows lie one after another, without gaps, in all that is done row by row;
+attention alone wants them as a batch, padded (`Rows`). Its weights are reduced to position classes at once.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fledge.drift.prompts import Segment
+from fledge.kernels.paged_attention import masked_attention, window_at
+from fledge.layers.attention import AttentionSpec, Heads
+
+RECENT_TOKENS = 4
+_WINDOW_CHUNK = 1024  # queries of a layer with a sliding window that are computed together
+
+
+class Rows:
+    """Rows of several sequences: one after another, [total, ...], or as a batch, [sequences, longest, ...]."""
+
+    def __init__(self, counts: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.counts, self.longest = list(counts), max(counts)
+        lengths = torch.tensor(self.counts)
+        self.lengths = lengths.to(device)  # [sequences]
+        self.offsets = (lengths.cumsum(0) - lengths).to(device)  # [sequences]: where each begins
+        self._is_even = min(counts) == self.longest
+        each = torch.repeat_interleave(torch.arange(len(counts)), lengths)
+        self.sequence = each.to(device)  # [total]: whose row it is
+        self.place = torch.arange(len(each), device=device) - self.offsets[self.sequence]  # [total]: in its sequence
+        self._padded = self.sequence * self.longest + self.place
+
+    def pad(self, x: Tensor) -> Tensor:
+        shape = (len(self.counts), self.longest, *x.shape[1:])
+        if self._is_even:
+            return x.reshape(shape)
+        batch = x.new_zeros(shape)
+        batch.flatten(0, 1)[self._padded] = x
+        return batch
+
+    def flat(self, batch: Tensor) -> Tensor:
+        rows = batch.flatten(0, 1)
+        return rows if self._is_even else rows[self._padded]
+
+
+class CausalPass:
+    """`KeyValueStorage` for one pass of a target over sequences (None: one). Keeps nothing, forms no square matrix."""
+
+    def __init__(self, rows: Rows | None = None) -> None:
+        self._rows = rows
+
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+        query, *sides = heads.finished()
+        rows = self._rows or Rows([len(query)], query.device)
+        window, chunked = spec.sliding_window, spec.chunked
+        batch = [rows.pad(x) for x in (query, *sides)]
+        return rows.flat(causal_attention(*batch, scale=spec.scale, window=window, chunked=chunked, sinks=heads.sinks))
+
+
+class Rounds:
+    """Some rounds, by their numbers among the `begins` of `VerifiedRows`, ascending, which draft together.
+
+    `last` [sequences] is the last row of each sequence.
+    """
+
+    def __init__(self, numbers: Sequence[int], begins: Sequence[tuple[int, int]], last: Tensor) -> None:
+        self.numbers = list(numbers)
+        chosen = [begins[number] for number in numbers]
+        counts = Counter(sequence for sequence, _ in chosen)
+        present, device = list(counts), last.device
+        is_run = len(present) == present[-1] - present[0] + 1  # a slice of all sequences is no copy
+        self.sequences = slice(present[0], present[-1] + 1) if is_run else torch.tensor(present, device=device)
+        self.rows = Rows(list(counts.values()), device)
+        self.index = torch.tensor(self.numbers, device=device)
+        self.slots = torch.tensor([slot for _, slot in chosen], device=device)  # [rounds]
+        self.seen = max(slot for _, slot in chosen) + 1  # verified rows that any of them sees
+        self.padded_slots = self.rows.pad(self.slots)[..., None]  # [sequences, most rounds, 1]
+        self.padded_last = last[self.sequences][:, None, None]  # [sequences, 1, 1]
+
+
+class VerifiedRows:
+    """`KeyValueStorage` for the drafter's pass over verified rows of sequences, which it keeps.
+
+    `begins`, ascending, are the (sequence, slot) from which rounds may begin to draft. `segments` [total] int64 says
+    what each row is part of, `recent_tokens` how many of the last rows that a query sees, its own among them, are its
+    recent window. `layers` has of each layer what it is, the queries [begins, heads, head_dim], and for all sequences
+    keys and values [sequences, kv_heads, longest, dim], at least float32. Beside the values are the columns that
+    attention is summed up by: one for each segment, and the distance from the sequence's last row. The rounds are near
+    that, and distances to far rows should not drown those to near ones.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        segments: Tensor,
+        begins: Sequence[tuple[int, int]],
+        recent_tokens: int = RECENT_TOKENS,
+    ) -> None:
+        self.rows, self.begins, self.recent_tokens = rows, begins, recent_tokens
+        self.sequences, self.slots = torch.tensor(begins, device=segments.device).T  # [begins] each
+        self.index = rows.offsets[self.sequences] + self.slots  # [begins]: among all rows
+        self.layers: list[tuple[AttentionSpec, Tensor, Tensor, Tensor]] = []
+        distance = (rows.lengths - 1)[rows.sequence] - rows.place
+        columns = torch.cat([F.one_hot(segments, len(Segment)), distance[:, None]], dim=1)
+        self._columns = rows.pad(columns)[:, None]  # [sequences, 1, longest, segments + 1]
+
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+        assert spec.layer == len(self.layers), "one pass, layer by layer"
+        query, *sides = heads.finished()
+        key, value = map(self.rows.pad, sides)
+        self.keep(spec, query[self.index], key, value)
+        batch = self.rows.pad(query), key, value
+        return self.rows.flat(causal_attention(*batch, scale=spec.scale, window=spec.sliding_window))
+
+    def keep(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keep of a layer the queries of `begins` and, as a batch [sequences, longest, kv_heads, dim], its rows."""
+        keys, values = (_wide(side).transpose(1, 2) for side in (key, value))
+        columns = self._columns.to(values.dtype).expand(-1, values.shape[1], -1, -1)
+        self.layers.append((spec, query, keys.contiguous(), torch.cat([values, columns], dim=-1)))
+
+    @property
+    def window(self) -> int | None:
+        """The widest of all layers; None: a layer sees everything."""
+        windows = [spec.sliding_window for spec, *_ in self.layers]
+        return None if None in windows else max(window for window in windows if window is not None)
+
+    def rounds(self, numbers: Sequence[int]) -> Rounds:
+        return Rounds(numbers, self.begins, self.rows.lengths - 1)
+
+    def look(
+        self,
+        layer: int,
+        rounds: Rounds,
+        query: Tensor,
+        own: tuple[Tensor, Tensor] | None = None,
+        *,
+        records: bool = True,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend from query [rounds, heads, head_dim] of some rounds to verified and `own` rows of a layer.
+
+        `own` are the keys and values, each [sequences, most rounds, n, kv_heads, dim], that each round drafted, its
+        current row the last. Returns the attention [rounds, heads, value_dim] and where it went, [rounds, heads, ...]
+        each: `mass` over segments, which sums to 1, `recent`, that of the recent window, whose size is the same at
+        every depth, `entropy` in nats, and `distance`, the mean in tokens from query to key; without `records` nothing.
+        """
+        spec, _, *sides = self.layers[layer]
+        rows, seen, device = rounds.rows, rounds.seen, query.device
+        keys, values = (side[rounds.sequences][:, :, :seen] for side in sides)  # [sequences, kv, seen, dim]
+        slots = rounds.padded_slots
+        padded = rows.pad(_wide(query))
+        grouped = padded.view(*padded.shape[:2], keys.shape[1], -1, padded.shape[-1])
+        wide = grouped.transpose(1, 2) * spec.scale  # [sequences, kv, rounds, group, dim]
+        shape = wide.shape[:4]
+        scores = (wide.flatten(2, 3) @ keys.mT).view(*shape, seen)
+        places = torch.arange(seen, device=device)
+        hidden = places > slots  # [sequences, rounds, seen]
+        position = slots  # of the queries
+        if own is not None:
+            own_keys, own_values = (side.permute(0, 3, 1, 2, 4) for side in own)  # [sequences, kv, rounds, n, dim]
+            drafted_rows = own_keys.shape[3]
+            position = slots + drafted_rows
+            scores = torch.cat([scores, wide @ own_keys.mT], dim=-1)
+            hidden = F.pad(hidden, (0, drafted_rows))
+        if spec.sliding_window is not None:
+            steps = torch.arange(1, scores.shape[-1] - seen + 1, device=device)
+            all_places = torch.cat([places.expand(*slots.shape[:2], -1), slots + steps], dim=-1)
+            hidden = hidden | (all_places <= position - spec.sliding_window)
+        scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
+        weights = scores.softmax(-1)  # [sequences, kv, rounds, group, seen + n]
+        verified, drafted = weights[..., :seen], weights[..., seen:]
+        both = (verified.flatten(2, 3) @ values).view(*shape, -1)
+        mixed, mass, far = torch.split(both, [values.shape[-1] - len(Segment) - 1, len(Segment), 1], dim=-1)
+        if own is not None:
+            mixed = mixed + drafted @ own_values
+
+        def by_round(x: Tensor) -> Tensor:
+            """[sequences, kv_heads, most rounds, group, ...] -> [rounds, heads, ...]."""
+            return rows.flat(x.transpose(1, 2)).flatten(1, 2)
+
+        if not records:
+            return by_round(mixed).to(query.dtype), {}
+        distance = far[..., 0] + mass.sum(-1) * (position - rounds.padded_last)[:, None]
+        if own is not None:
+            mass[..., Segment.DRAFTED] += drafted.sum(-1)
+            distance += (drafted * torch.arange(drafted.shape[-1] - 1, -1, -1, device=device)).sum(-1)
+        near = position - torch.arange(self.recent_tokens, device=device)  # [sequences, rounds, recent]: places
+        columns = torch.where(near <= slots, near.clamp(min=0), seen + near - slots - 1)
+        gathered = weights.gather(-1, columns[:, None, :, None].expand(*shape, -1))
+        recent = (gathered * (near >= 0)[:, None, :, None]).sum(-1)
+        entropy = torch.special.entr(weights).sum(-1)
+        record = {"mass": mass, "recent": recent, "distance": distance, "entropy": entropy}
+        return by_round(mixed).to(query.dtype), {name: by_round(x) for name, x in record.items()}
+
+
+class DraftedRows:
+    """`KeyValueStorage` for up to `steps` draft steps of some rounds, [rounds] leading: pass k is that at depth k + 2.
+
+    `records` are those of the last draft step, by layer, for whoever reads them to take away; None: nobody does.
+    """
+
+    def __init__(self, verified: VerifiedRows, rounds: Rounds, steps: int, *, records: bool = True) -> None:
+        self.rounds = rounds
+        self._verified, self._steps = verified, steps
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, [sequences, most rounds, steps, kv_heads, dim]
+        self._passes = Counter[int]()  # by layer
+        self.records: list[dict[str, Tensor]] | None = None
+        if records:  # the first draft comes from the verified text alone
+            layers = enumerate(verified.layers)
+            self.records = [verified.look(i, rounds, kept[1][rounds.index])[1] for i, kept in layers]
+
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+        query, *sides = heads.finished()
+        new = [self.rounds.rows.pad(_wide(side)) for side in sides]
+        if spec.layer not in self._own:
+            keys, values = (x.new_zeros(*x.shape[:2], self._steps, *x.shape[2:]) for x in new)
+            self._own[spec.layer] = keys, values
+        number = self._passes[spec.layer]
+        self._passes[spec.layer] += 1
+        for kept, x in zip(self._own[spec.layer], new, strict=True):
+            kept[:, :, number] = x
+        keys, values = (kept[:, :, : number + 1] for kept in self._own[spec.layer])
+        records = self.records is not None
+        mixed, record = self._verified.look(spec.layer, self.rounds, query, (keys, values), records=records)
+        if self.records is not None:
+            self.records.append(record)
+        return mixed
+
+    def only(self, which: Sequence[int]) -> "DraftedRows":
+        """The same for some of the rounds, which go on without the others."""
+        old, rounds = self.rounds, self._verified.rounds([self.rounds.numbers[i] for i in which])
+        left = DraftedRows(self._verified, rounds, self._steps, records=False)
+        index = torch.tensor(which, device=old.slots.device)
+        for layer, sides in self._own.items():
+            keys, values = (rounds.rows.pad(old.rows.flat(side)[index]) for side in sides)
+            left._own[layer] = keys, values
+        left._passes = self._passes.copy()
+        return left
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunked: bool = False,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of all rows of sequences. query [sequences, n, heads, head_dim], key and value [.., kv_heads, dim].
+
+    Rows that pad a sequence are at its end, where none of its own sees them. `window`, `chunked`, `sinks` [heads]: as
+    of `paged_attention`.
+    """
+    group, rows = query.shape[2] // key.shape[2], query.shape[1]
+    # Heads before rows. Keys and values are repeated, because not every backend that avoids the square matrix takes
+    # grouped heads.
+    query = query.transpose(1, 2)
+    key, value = (side.repeat_interleave(group, dim=2).transpose(1, 2) for side in (key, value))
+    window = rows if window is None else window
+    if window >= rows and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
+    parts = []
+    for low in range(0, rows, _WINDOW_CHUNK):
+        high, start = min(low + _WINDOW_CHUNK, rows), max(0, low - window + 1)
+        places = torch.arange(start, high, device=query.device)
+        distance = places[low - start :, None] - places
+        visible = (distance >= 0) & (distance < window_at(places[low - start :, None], window, chunked))
+        queries, keys, values = query[:, :, low:high], key[:, :, start:high], value[:, :, start:high]
+        parts.append(masked_attention(queries, keys, values, visible, scale, None if sinks is None else sinks[:, None]))
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -13,7 +13,7 @@ into question all of them become suspects, and are admitted one by one until eac
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,6 +38,7 @@ from fledge.engine.runner import Launch, RequestResult, Runner
 from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
 from fledge.engine.swap import PreparedDrafter, exchange, fitting_cache, prepare
 from fledge.engine.warm_up import warm_up
+from fledge.engine.work_ahead import WorkAhead
 from fledge.errors import ConfigError, describe
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -76,7 +77,6 @@ class LLMEngine:
         self._updates: list[RequestUpdate] = []
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._death: DeadEngineError | None = None
-        self._ahead: Iterator[bool] = iter(())  # what warming up has left for when there is time
         self._seed = 0
         state = DeviceState(config, target, drafter)
         self.device = state.device
@@ -98,6 +98,7 @@ class LLMEngine:
             lookahead=state.lookahead,
         )
         self.runner = Runner(state, make_graphs(state, config, budgets) if on_gpu else None)
+        self._ahead = WorkAhead(self.runner, self.config)
         self.info = EngineInfo(
             model=model,
             drafter=config.drafter,
@@ -125,10 +126,12 @@ class LLMEngine:
     ) -> None:
         self._depth_policy.expect(acceptance or {})
         arms = {*self._depth_policy.arms, *([PLAIN] if plain else ())}
-        self._ahead = warm_up(self.runner, self.config, arms, self._costs, self._cost_cache, progress)
+        left = warm_up(self.runner, self.config, arms, self._costs, self._cost_cache, progress)
+        self._ahead = WorkAhead(self.runner, self.config, left)
 
     def work_ahead(self) -> bool:
-        return next(self._ahead, False)
+        self._come_to_rest()
+        return self._ahead.advance()
 
     def add_request(
         self,
@@ -182,10 +185,7 @@ class LLMEngine:
 
     def exchange_drafter(self, new: PreparedDrafter, acceptance: Acceptance | None = None) -> None:
         cache = fitting_cache(new, self.runner.state, self.config)  # or raises, and nothing has changed
-        try:
-            self._settle()
-        except Exception as error:
-            self._recover(error)
+        self._come_to_rest()
         self.drafter = exchange(new, cache, self.runner, self.scheduler, self.requests.values())
         self.config = self.config.with_drafter(new.name)
         self.info = replace(self.info, drafter=new.name)
@@ -223,6 +223,9 @@ class LLMEngine:
         return updates
 
     def _step(self) -> None:
+        if self._ahead.is_due:
+            self._settle()  # graphs are captured and timed where those that run now leave their results
+            self._ahead.advance()
         started = time.perf_counter()
         self._device_seconds = 0.0
         batch = self._schedule()
@@ -282,6 +285,13 @@ class LLMEngine:
         """Read what is in flight, so that the host knows all there is to know."""
         launch, self._in_flight = self._in_flight, None
         self._postprocess(launch)
+
+    def _come_to_rest(self) -> None:
+        """Settle between two steps; what fails is taken back."""
+        try:
+            self._settle()
+        except Exception as error:
+            self._recover(error)
 
     def _postprocess(self, launch: Launch | None) -> None:
         """Read a launch, if there is one, and take over what it did: tokens, cached blocks, figures."""

@@ -31,7 +31,6 @@ USUAL_DEPTH = 3
 COARSE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 LONG_TOKENS, LONG_CHUNKS = 64, 16  # what longer prompts, and more of them, are padded to a multiple of
 FIRST_TOKENS, FIRST_CHUNKS = (64, 256, 1024, 2048), 16  # of prompts, that an engine is ready with
-OFTEN = 256  # times that a program runs with more padding than it need have before it is captured
 
 
 def batch_sizes(max_requests: int) -> list[int]:
@@ -43,7 +42,7 @@ def batch_sizes(max_requests: int) -> list[int]:
 class GraphRunner:
     """At most `capacity` captured graphs, captured ahead of time (`missing`) or when there is none that will do.
 
-    Where one of a larger size will do it does, until its own has been wanted `OFTEN` or there is time to capture it.
+    Where one of a larger size will do it does, until there is time to capture its own (`work_ahead.py`).
     They share their memory: what one of them computed on the way is lost to the next.
     """
 
@@ -57,7 +56,7 @@ class GraphRunner:
         self.arms: Sequence[Arm] = ()  # that there are
         self.prompt_arms: Sequence[Arm] = ()  # what is captured of prompts; others are captured when they come
         self.captured: dict[Program, tuple[Tensor, Callable[[], Any]]] = {}  # inputs, and replay, with what `run` gives
-        self.wanted: Counter[Program] = Counter()  # how often others ran instead
+        self.wanted: Counter[Program] = Counter()  # how often others ran instead, or two apart
         self._instead: dict[Program, Program | None] = {}  # which ones; None: there is none
         self._rungs = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
         self._first_prompts: Collection[tuple[int, int]] = ()
@@ -94,22 +93,31 @@ class GraphRunner:
 
         Those are padded too: kernels are compiled anew for odd sizes, and everybody would wait for it.
         """
-        count = next((size for size in PROMPT_CHUNKS if size >= program.chunks), 0)
-        least = max(program.tokens + 1, PROMPT_CHUNKS.get(count, 0))
-        tokens = next((size for size in PROMPT_TOKENS if size >= least), 0)
-        draft = self.prompt_arm(program.draft)
-        sampling = SamplingMode.SAMPLED  # a few rows more or less cost nothing, a second set of graphs does
-        adjusting = next(size for size in SIZES if size >= program.adjusting)
-        sample_drafts = self.samples(draft)
-        program = program._replace(draft=draft, sampling=sampling, sample_drafts=sample_drafts, adjusting=adjusting)
-        if tokens and count:
-            asked, filtering = program.asked.of(count), filtering_size(program.filtering, count)
-            padded = program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked, filtering=filtering)
-            if (ready := self._ready(padded)) is not None:
-                return cast("PassOutcome", self._replay(ready, chunks))
+        program = self._prompts_as_captured(program)
+        padded = self.padded_prompts(program)
+        if padded is not None and (ready := self._ready(padded)) is not None:
+            return cast("PassOutcome", self._replay(ready, chunks))
         tokens = -(-(program.tokens + 1) // LONG_TOKENS) * LONG_TOKENS
         padded = program._replace(tokens=tokens, chunks=-(-program.chunks // LONG_CHUNKS) * LONG_CHUNKS)
         return cast("PassOutcome", self._play(padded, padded.inputs(self._state, chunks)))
+
+    def padded_prompts(self, program: PromptProgram) -> PromptProgram | None:
+        """The program of a size that there are graphs of, that this one runs as; None: it is too large."""
+        count = next((size for size in PROMPT_CHUNKS if size >= program.chunks), 0)
+        least = max(program.tokens + 1, PROMPT_CHUNKS.get(count, 0))
+        tokens = next((size for size in PROMPT_TOKENS if size >= least), 0)
+        if not tokens or not count:
+            return None
+        asked, filtering = program.asked.of(count), filtering_size(program.filtering, count)
+        return self._prompts_as_captured(program)._replace(
+            tokens=tokens, chunks=count, max_chunk=tokens, asked=asked, filtering=filtering
+        )
+
+    def _prompts_as_captured(self, program: PromptProgram) -> PromptProgram:
+        draft = self.prompt_arm(program.draft)
+        adjusting = next(size for size in SIZES if size >= program.adjusting)
+        sampling = SamplingMode.SAMPLED  # a few rows more or less cost nothing, a second set of graphs does
+        return program._replace(draft=draft, sampling=sampling, sample_drafts=self.samples(draft), adjusting=adjusting)
 
     def long_prompts(self, *, max_batch: int, max_tokens: int) -> list[Program]:
         """Prompts that are too many for a graph: run once, with nothing in them, their kernels are compiled."""
@@ -210,13 +218,11 @@ class GraphRunner:
     def will_do(self, program: Program) -> Program | None:
         """The captured program that a padded one runs as: itself, or else the smallest that does the same.
 
-        Captures it where that has been the answer often; None: there is none.
+        None: there is none.
         """
         if program in self.captured:
             return program
         self.wanted[program] += 1
-        if self.wanted[program] >= OFTEN and self.capture(program):
-            return program
         if program not in self._instead:
             kind, sizes = program.kind, program.sizes
             larger = [

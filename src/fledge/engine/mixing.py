@@ -5,6 +5,8 @@ take less time than a graph of each; prompts are cut so that those who decode ar
 launching takes the time, and one pass is always better than two. A CPU has none of this: there every row takes time.
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +27,13 @@ BATCHES = (4, 16, 32, 64, 128, 256)
 FEW = 16  # requests, whose rounds take about as long as reading the weights does, however deep they draft
 MOST_DEPTH = 3  # of more
 # Up to so many requests: tokens, of which one at least is padding, and chunks of the prompts that there are graphs for.
-PROMPTS = {FEW: ((64, 4), (128, 4), (256, 4), (512, 16)), 64: ((256, 4), (512, 16)), 256: ((512, 16), (1024, 16))}
+# With a row of each request they fill tiles of 64 or 128 rows: from some 150 on, every row takes time.
+PROMPTS = {
+    FEW: ((64, 4), (128, 4), (192, 4), (256, 4), (512, 16)),
+    64: ((64, 4), (128, 4), (192, 4), (320, 16), (448, 16)),
+    256: ((256, 16), (512, 16), (768, 16), (1024, 16)),
+}
+USUAL_TOKENS = 256  # that the prompts of a step have at most, where one or two of a chat come
 MOST_STALL = 2.0  # rounds, that one with a few prompts may take
 
 
@@ -75,6 +83,18 @@ class MixedProgram(NamedTuple):
         )
 
 
+class Times(NamedTuple):
+    """Seconds of a round with prompts in one pass, and of both apart."""
+
+    both: float
+    round: float
+    prompts: float
+
+    def saved(self, share: float = 1.0) -> float:
+        """How many rounds less it takes, for prompts that fill this share of it: apart they take as much at least."""
+        return (self.round + share * self.prompts - self.both) / self.round
+
+
 class Mixing:
     """Which steps are one pass, and runs them: as graphs, if there are any."""
 
@@ -82,7 +102,8 @@ class Mixing:
         self._state, self._graphs = state, graphs
         largest = 0 if graphs is None else graphs.sizes[-1]
         self._batches = sorted({min(size, largest) for size in BATCHES})
-        self._saves: dict[MixedProgram, float] = {}  # those that take less time than both apart -> how many rounds less
+        self.wanted: Counter[MixedProgram] = Counter()  # what is to be measured, and how many steps it would have been
+        self._times: dict[MixedProgram, Times] = {}  # of those that were
         self._along: dict[tuple[int, Arm], int] = {}  # size and arm of a round -> prompt tokens that may go along
 
     def along(self, batch: int, arm: Arm) -> tuple[Arm, int] | None:
@@ -93,20 +114,30 @@ class Mixing:
         if self._graphs is None or arm.is_tree:
             return None
         size = self._size(batch)
-        arm = self._graphs.prompt_arm(arm) if size <= FEW else arm
+        arm = self._arm(size, arm)
         tokens = self._along.get((size, arm))
         return None if tokens is None else (arm, tokens)
 
     def takes(self, program: MixedProgram, than: float = 0.0) -> bool:
         """Whether one pass saves more than two would, by a round that is shorter by the share `than`.
 
-        Captures it, if it does: with filters, say, one more graph is needed.
+        What is missing to say or to do so is counted as wanted: a measurement, or with filters, say, one more graph.
         """
-        padded = self.padded(program)
-        if self._graphs is None or padded is None:
-            return self._graphs is None
-        measured = padded.with_both(sample_drafts=False, asked=Asked(), adjusting=0, filtering=0)
-        return self._saves.get(measured, 0.0) > than and self._graphs.capture(padded)
+        if self._graphs is None:
+            return True
+        fitting = self._fitting(program)
+        if not fitting:
+            return False
+        smallest, arm = _plain(fitting[0]), self._arm(fitting[0].round.batch, program.round.draft)
+        usual = MixedProgram(smallest.round._replace(verify=arm), smallest.prompts).with_both(draft=arm)
+        if usual in self.wanted:
+            self.wanted[usual] += 1
+        padded = self._best(fitting)
+        if self._saved(padded, smallest) <= than:
+            return False
+        if padded not in self._graphs.captured:
+            self._graphs.wanted[padded] += 1
+        return padded in self._graphs.captured
 
     def run(self, program: MixedProgram, work: Sequence[Any]) -> MixedOutcome:
         """As `MixedProgram.inputs` has its work; in the outcome, rows of padding come after the others."""
@@ -118,7 +149,10 @@ class Mixing:
         return outcome
 
     def candidates(self, max_tokens: int) -> list[MixedProgram]:
-        """Return what is worth measuring, and was not found to pay yet. Greedy requests run as sampled ones do."""
+        """Return what is worth measuring, and was not yet. Greedy requests run as sampled ones do.
+
+        Prompts as they usually are come first: the larger ones of them will do for smaller ones meanwhile.
+        """
         graphs, has_drafter = self._graphs, self._state.drafter is not None
         if graphs is None:
             return []
@@ -130,43 +164,87 @@ class Mixing:
             for size in self._batches
             for arm in (graphs.prompt_arms if size <= FEW else graphs.arms)
             if not arm.is_tree and (arm.depth <= MOST_DEPTH or arm in graphs.prompt_arms)
-            for tokens, chunks in _prompt_sizes(size)
+            for tokens, chunks in reversed(_prompt_sizes(size))
             if tokens <= max_tokens
         ]
-        return [program for program in found if program not in self._saves]
+        found.sort(key=lambda one: round(abs(math.log2(one.prompts.tokens / USUAL_TOKENS))))
+        found = [program for program in found if program not in self._times]
+        self.wanted = Counter({program: self.wanted[program] for program in found})
+        return found
 
-    def learn(self, program: MixedProgram, *, seconds: float, round_seconds: float, prompt_seconds: float) -> bool:
+    def learn(self, program: MixedProgram, times: Times) -> bool:
         """Learn how long a candidate takes, and its parts apart; whether it pays."""
-        saved = round_seconds + prompt_seconds - seconds
-        if saved <= 0:
-            return False
-        self._saves[program] = saved / round_seconds
-        key, tokens = (program.round.batch, program.round.draft), program.prompts.tokens - 1
-        if key not in self._along or (seconds <= MOST_STALL * round_seconds and tokens > self._along[key]):
-            self._along[key] = tokens
-        return True
+        self._times[program] = times
+        self._settle(program)
+        return times.saved() > 0
+
+    def leave(self, program: MixedProgram) -> None:
+        """Do without a candidate: it cannot be measured."""
+        self._settle(program)
+
+    def _settle(self, program: MixedProgram) -> None:
+        """Bound the prompts beside rounds like its own: by what pays and holds up nobody, or may yet prove to."""
+        self.wanted.pop(program, None)
+        batch, arm = key = program.round.batch, program.round.draft
+
+        def is_like(one: MixedProgram) -> bool:
+            return (one.round.batch, one.round.draft) == (batch, arm)
+
+        paying = {one.prompts.tokens: t for one, t in self._times.items() if is_like(one) and t.saved() > 0}
+        if paying:
+            short = {tokens for tokens, times in paying.items() if times.both <= MOST_STALL * times.round}
+            unknown = {one.prompts.tokens for one in self.wanted if is_like(one)}
+            self._along[key] = max(short | unknown, default=min(paying)) - 1
 
     def padded(self, program: MixedProgram) -> MixedProgram | None:
         """The program of a size that there are graphs of, that this one can run as; None: it is too large."""
+        fitting = self._fitting(program)
+        return self._best(fitting) if fitting else None
+
+    def _best(self, fitting: Sequence[MixedProgram]) -> MixedProgram:
+        """Of programs of all sizes that fit, the smallest that pays, as far as it is known; or else the smallest."""
+        return next((one for one in fitting if self._saved(one, fitting[0]) > 0), fitting[0])
+
+    def _saved(self, padded: MixedProgram, smallest: MixedProgram) -> float:
+        """How many rounds a program saves where this smaller one would do; 0 where it is not known."""
+        times = self._times.get(_plain(padded))
+        return 0.0 if times is None else times.saved(smallest.prompts.tokens / padded.prompts.tokens)
+
+    def _fitting(self, program: MixedProgram) -> list[MixedProgram]:
+        """The programs of all sizes that this one can run as, smallest first."""
         one, prompts = program
-        batch = self._size(one.batch)
-        sizes = _prompt_sizes(batch)
-        size = next(((t, c) for t, c in sizes if t > prompts.tokens and c >= prompts.chunks), None)
-        if not batch or size is None:
-            return None
+        batch, asked = self._size(one.batch), prompts.asked
+        if not batch:
+            return []
         adjusting = next(count for count in SIZES if count >= one.adjusting)
-        (tokens, chunks), asked = size, prompts.asked
-        filtering = filtering_size(one.filtering, batch), filtering_size(prompts.filtering, chunks)
-        return MixedProgram(
-            one._replace(batch=batch, asked=one.asked.of(batch), adjusting=adjusting, filtering=filtering[0]),
+        filtering = filtering_size(one.filtering, batch)
+        one = one._replace(batch=batch, asked=one.asked.of(batch), adjusting=adjusting, filtering=filtering)
+        several = [
             prompts._replace(
-                tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked.of(chunks), filtering=filtering[1]
-            ),
-        ).with_both(sampling=SamplingMode.SAMPLED)  # a few rows more or less cost nothing, a second set of graphs does
+                tokens=tokens,
+                chunks=chunks,
+                max_chunk=tokens,
+                asked=asked.of(chunks),
+                filtering=filtering_size(prompts.filtering, chunks),
+            )
+            for tokens, chunks in _prompt_sizes(batch)
+            if tokens > prompts.tokens and chunks >= prompts.chunks
+        ]
+        # A few rows more or less cost nothing, a second set of graphs does.
+        return [MixedProgram(one, each).with_both(sampling=SamplingMode.SAMPLED) for each in several]
+
+    def _arm(self, size: int, arm: Arm) -> Arm:
+        """What a round of this size drafts if prompts go along."""
+        return self._graphs.prompt_arm(arm) if self._graphs is not None and size <= FEW else arm
 
     def _size(self, batch: int) -> int:
         """Of the graphs for so many requests; 0: there are none."""
         return next((size for size in self._batches if size >= batch), 0)
+
+
+def _plain(program: MixedProgram) -> MixedProgram:
+    """What is measured in its place: what requests ask for besides changes little."""
+    return program.with_both(sample_drafts=False, asked=Asked(), adjusting=0, filtering=0)
 
 
 def _prompt_sizes(batch: int) -> Sequence[tuple[int, int]]:

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Speculation
-from fledge.engine import graphs as engine_graphs
+from fledge.engine import work_ahead
 from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
@@ -264,7 +264,15 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def test_the_engine_gives_the_references_tokens_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_graphs, "OFTEN", 4)  # so that some are captured while requests run
+    monkeypatch.setattr(work_ahead, "OFTEN", 4)  # so that some are captured while requests run
+    monkeypatch.setattr(work_ahead, "BUSY_SHARE", 1e9)
+    advance, ahead = work_ahead.WorkAhead.advance, Counter[bool]()
+
+    def counting(self: work_ahead.WorkAhead) -> bool:
+        ahead[found := advance(self)] += 1
+        return found
+
+    monkeypatch.setattr(work_ahead.WorkAhead, "advance", counting)
     for kind, examples in KINDS.items():
         run_state_machine_as_test(
             type(f"Engine of {kind}", (EngineMachine,), {"kind": kind}),
@@ -282,6 +290,7 @@ def test_the_engine_gives_the_references_tokens_whatever_happens(monkeypatch: py
         return
     assert min(ADMITTED.values()) > 20, ADMITTED
     assert MIXED[True] > 50, MIXED
+    assert ahead[True] > 20, ahead
     assert min(SAT_OUT.values()) > 5, SAT_OUT
     often = {arm for arm in CHOSEN if CHOSEN[arm] > 5}
     assert len(often) > 3, CHOSEN

@@ -144,29 +144,12 @@ def test_an_engine_is_ready_with_a_few_sizes_and_captures_the_others_when_it_has
     assert seen[-1] == (0, 0), "nothing is captured twice"
 
 
-def test_what_is_wanted_often_is_captured_though_there_is_never_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "OFTEN", 6)
-    engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
-    engine.warm_up()
-    asks = [greedy([2, 3, 4], 30), greedy([5], 30), greedy([3], 30)]
-    assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
-    assert {key.batch for key in round_keys(engine) if key.sampling is SamplingMode.GREEDY} == {1, 2, 3, 4, 8}
-
-
 def test_of_kinds_that_are_not_captured_ahead_one_size_serves_the_smaller_ones() -> None:
     engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
     engine.warm_up()
     asks = [greedy([2, 3, 4], 8 + 4 * n, logprobs=2) for n in range(4)]
     assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
     assert {key.batch for key in round_keys(engine) if key.asked} == {4}
-
-
-def test_what_cannot_be_captured_ahead_is_left_and_nobody_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
-    engine.warm_up()
-    monkeypatch.setattr(CpuGraphs, "run_once", lambda *_: 1 / 0)
-    assert not engine.work_ahead()
-    assert answers(engine, [greedy([2, 3, 4], 8)]) == [answer_of(greedy([2, 3, 4], 8))[0]]
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "plain"])

@@ -6,11 +6,12 @@ The state machine drives it too; real graphs: tests/gpu.
 import pytest
 
 from fledge.engine.arms import PLAIN, Arm
-from fledge.engine.mixing import MixedProgram, Mixing
+from fledge.engine.mixing import MixedProgram, Mixing, Times
 from fledge.engine.runner import Runner
 from tests.engine_cases import (
     TREE,
     Ask,
+    CpuGraphs,
     answer_of,
     answers,
     drafter,
@@ -82,31 +83,72 @@ def test_one_pass_is_taken_where_it_takes_less_time_and_prompts_are_cut_to_two_r
     graphs.missing([PLAIN, Arm(1), Arm(3), Arm(4)], max_batch=20, max_tokens=2048)
     mixing = Mixing(engine.runner.state, graphs)
     candidates = mixing.candidates(600)
-    few = {(batch, depth, tokens) for batch in (4, 16) for depth in (0, 3) for tokens in (64, 128, 256, 512)}
-    many = {(20, depth, tokens) for depth in (0, 1, 3) for tokens in (256, 512)}
+    few = {(batch, depth, tokens) for batch in (4, 16) for depth in (0, 3) for tokens in (64, 128, 192, 256, 512)}
+    many = {(20, depth, tokens) for depth in (0, 1, 3) for tokens in (64, 128, 192, 320, 448)}
     assert {(one.round.batch, one.round.draft.depth, one.prompts.tokens) for one in candidates} == few | many
     assert mixing.along(5, Arm(3)) is None
-    seconds = {64: 1.1, 128: 1.5, 256: 1.9, 512: 2.4}
+    seconds = {64: 1.1, 128: 1.5, 192: 1.7, 256: 1.9, 320: 1.95, 448: 2.2, 512: 2.4}
     for one in candidates:
         pays = one.round.batch != 4 and one.prompts.tokens != 128
-        took = seconds[one.prompts.tokens] if pays else 9.0
-        mixing.learn(one, seconds=took, round_seconds=1.0, prompt_seconds=1.5)
+        assert mixing.learn(one, Times(seconds[one.prompts.tokens] if pays else 9.0, 1.0, 1.5)) == pays
     assert mixing.along(5, Arm(3)) == (Arm(3), 255)
     assert mixing.along(16, Arm(1)) == (Arm(3), 255), "there is one chain, and rows are nearly free"
-    assert mixing.along(17, Arm(1)) == (Arm(1), 255), "they are not here"
+    assert mixing.along(17, Arm(1)) == (Arm(1), 319), "they are not here"
     assert mixing.along(17, Arm(4)) is None
     assert mixing.along(5, PLAIN) == (PLAIN, 255)
     assert mixing.along(4, PLAIN) is None
     assert mixing.along(5, Arm(3, is_tree=True)) is None
-    for one in candidates:
-        if one.round.draft == PLAIN and one.prompts.tokens < 256:
-            one = MixedProgram(  # noqa: PLW2901 - of its tokens one at least is padding
-                one.round._replace(filtering=1),
-                one.prompts._replace(tokens=one.prompts.tokens - 1),
-            )
-            pays = one.round.batch == 16 and one.prompts.tokens == 63  # by 1.4 rounds
-            assert (mixing.takes(one), mixing.takes(one, than=1.3), mixing.takes(one, than=1.5)) == (pays, pays, False)
-    assert {program.filtering for program, _ in graphs.captured} == {1}, "when it is needed"
+
+
+def test_a_step_is_one_pass_of_the_smallest_size_that_pays_as_soon_as_there_is_its_graph() -> None:
+    graphs, mixing, sizes = plain_candidates(16)
+    several = {
+        tokens: Times(both, 1.0, prompts) for tokens, both, prompts in [(64, 1.1, 1.5), (128, 9, 1.5), (192, 1.5, 1.6)]
+    }
+    for tokens, times in several.items():
+        mixing.learn(sizes[tokens], times)
+        graphs.capture(sizes[tokens])
+    assert (mixing.takes(asking(sizes, 63)), mixing.takes(asking(sizes, 63), 1.3)) == (True, True)
+    assert not mixing.takes(asking(sizes, 63), than=1.5), "it saves 1.4 rounds"
+    # In 192 tokens, 128 take 1.5; apart they take a round, and two thirds of 1.6 at least.
+    assert mixing.padded(asking(sizes, 127)) == sizes[192]
+    assert (mixing.takes(asking(sizes, 127), 0.5), mixing.takes(asking(sizes, 127), 0.6)) == (True, False)
+    assert not mixing.takes(asking(sizes, 255)), "nothing is known of it"
+    assert mixing.wanted[sizes[256]] == 1
+    filtered = asking(sizes, 63)
+    filtered = MixedProgram(filtered.round._replace(filtering=1), filtered.prompts)
+    assert not mixing.takes(filtered), "it has no graph"
+    padded = mixing.padded(filtered)
+    assert padded is not None
+    assert graphs.wanted[padded] == 1
+    graphs.capture(padded)
+    assert mixing.takes(filtered)
+
+
+def test_prompts_are_not_cut_to_the_sizes_that_happen_to_be_known() -> None:
+    """Or those that are not would never be wanted."""
+    _, mixing, sizes = plain_candidates(64)
+    found = []
+    for tokens, both in [(128, 1.5), (448, 2.2), (64, 1.1), (320, 9.0), (192, 2.1)]:
+        mixing.learn(sizes[tokens], Times(both, 1.0, 1.5))
+        found.append(mixing.along(64, PLAIN))
+    assert found == [(PLAIN, bound) for bound in (447, 319, 319, 191, 127)]
+
+
+def plain_candidates(batch: int) -> tuple[CpuGraphs, Mixing, dict[int, MixedProgram]]:
+    """Those of rounds of this size without drafts, by their tokens."""
+    engine = make_engine(max_num_seqs=batch, graphs=True)
+    graphs = engine.runner.graphs
+    assert isinstance(graphs, CpuGraphs)
+    graphs.missing([PLAIN], max_batch=batch, max_tokens=2048)
+    mixing = Mixing(engine.runner.state, graphs)
+    return graphs, mixing, {one.prompts.tokens: one for one in mixing.candidates(2048) if one.round.batch == batch}
+
+
+def asking(sizes: dict[int, MixedProgram], tokens: int) -> MixedProgram:
+    """A round with so many tokens of prompts."""
+    any_size = next(iter(sizes.values()))
+    return MixedProgram(any_size.round, any_size.prompts._replace(tokens=tokens, chunks=1, max_chunk=tokens))
 
 
 def test_warm_up_measures_both_and_requests_then_run_through_these_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,11 @@
 r"""Fledge beside vLLM on one GPU, in one run: tokens per second of a user, or milliseconds of a step, and their ratio.
 
-    python benchmarks/beside_vllm.py [--vllm-python PYTHON] [--vllm-path FOLDER] [--out FOLDER] \
+    python benchmarks/beside_vllm.py [--vllm-python PYTHON] [--vllm-path FOLDER] [--out FOLDER] [--after FILE] \
         8b,1b fp8,fp8-dynamic,int4 mla,moe
 
 Each word is a wave: the engines of all its parts start together, and only when all have started is anything timed, one
-engine at a time, in turns. The parts, and the gigabytes of GPU memory that they need:
+engine at a time, in turns; with --after FILE, only when that file exists too, so that engines can start beside other
+work on the GPU, whose end it tells. The parts, and the gigabytes of GPU memory that they need:
 
     8b 85, 1b 36        the bundled pair enlarged to these shapes; with K drafts in vLLM, Fledge chooses up to K
     fp8, int4 32, 24    the 8b target in fewer bits (weights alone), one request
@@ -282,6 +283,15 @@ def start(name: str, models: Models, options: argparse.Namespace, live: list[Wor
     return Comparison(name=name, part=part, prompts=prompts, engines=engines, rows=[])
 
 
+def wait_for(file: Path | None) -> None:
+    """Until it exists, if there is one to wait for."""
+    began = time.monotonic()
+    while file is not None and not file.exists():
+        time.sleep(0.2)
+    if file is not None:
+        print(f"waited {time.monotonic() - began:.0f} s for {file}", flush=True)
+
+
 def run_wave(names: list[str], models: Models, options: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
     live: list[Worker] = []
     rows: list[dict[str, Any]] = []
@@ -298,6 +308,7 @@ def run_wave(names: list[str], models: Models, options: argparse.Namespace, out:
                     print(f"{comparison.name} K={depth} {whose}: {ready}", flush=True)
                 except WorkerError as error:
                     comparison.give_up(whose, depth, error, out)
+        wait_for(options.after)
         for comparison in comparisons:
             comparison.measure(options.repeats, out)
             rows += comparison.rows
@@ -348,6 +359,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--requests", type=int, help="in each cell; for trying this out")
     parser.add_argument("--start-seconds", type=float, default=240.0, help="for all engines of a wave to start")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="nothing is timed before it exists")
     parser.add_argument("--vllm-python", default=os.environ.get("FLEDGE_VLLM_PYTHON", sys.executable))
     parser.add_argument("--vllm-path", help="a folder with vLLM, where its Python has none")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/beside/results")))

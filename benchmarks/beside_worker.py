@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+AHEAD_SECONDS = 40.0
+
 
 class WorkerError(RuntimeError):
     """It died or is too slow: one line, and the end of its log."""
@@ -130,7 +132,8 @@ class Contender(Protocol):
 
 class Fledge:
     """Ours: one target, drafting as deep as is asked for. The engine is built anew for each depth, while nothing else
-    runs, since it times what it does; it was built once before, so that kernels are compiled.
+    runs, since it times what it does; it was built once before, so that kernels are compiled. Then it captures what it
+    would while idle, for `AHEAD_SECONDS` at most.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -139,7 +142,7 @@ class Fledge:
         self.version = __version__
         self._seen: list[Any] = []
         self._tokens: dict[str, list[int]] = {}
-        self._drafter = setup["drafter"]
+        self._drafter, self._is_random = setup["drafter"], setup["is_random"]
         self._depth: int | None = None
         options: dict[str, Any] = {
             "max_num_seqs": setup["max_num_seqs"],
@@ -147,9 +150,8 @@ class Fledge:
             "kv_cache_bytes": setup["kv_cache_bytes"],
             "enable_prefix_caching": False,
         }
-        if setup["is_random"]:
+        if self._is_random:
             self.llm = LLM.from_engine(random_engine(setup["target"], options))
-            self._depth = 0
             return
         self.llm = LLM(setup["target"], dtype="float32" if setup["cpu"] else "bfloat16", **options)
         for depth in setup["depths"]:
@@ -161,11 +163,20 @@ class Fledge:
         self.llm.set_speculation(drafts if depth else None)
 
     def draft(self, depth: int) -> None:
-        if depth != self._depth:
-            began = time.monotonic()
+        if depth == self._depth:
+            return
+        began = time.monotonic()
+        if not self._is_random:
             self._build(depth)
-            self._depth = depth
-            print(f"K={depth}: built and warmed up in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        self._depth = depth
+        built = time.monotonic()
+        while (more := self.llm.engine.work_ahead()) and time.monotonic() - built < AHEAD_SECONDS:
+            pass
+        took, rest = time.monotonic() - built, "there is more" if more else "nothing is left"
+        graphs = self.llm.engine.runner.graphs
+        count = 0 if graphs is None else len(graphs.captured)
+        words = f"K={depth}: built and warmed up in {built - began:.1f} s, worked ahead for {took:.1f} s"
+        print(f"{words} ({rest}), {count} graphs", file=sys.stderr, flush=True)
 
     def add(self, name: str, ids: list[int], max_tokens: int, *, ignore_eos: bool) -> None:
         from fledge import SamplingParams  # noqa: PLC0415

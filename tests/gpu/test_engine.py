@@ -10,6 +10,7 @@ import copy
 import os
 import random
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,10 +28,12 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.reference import Speculation
 from fledge.decoding.sampling import adjust_logits, distribution
-from fledge.engine import scheduler
+from fledge.engine import scheduler, work_ahead
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
+from fledge.engine.mixing import MixedProgram, Mixing
 from fledge.engine.request import Request
+from fledge.engine.work_ahead import WorkAhead
 from fledge.kernels.cache_codes import FP8
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.config import TargetConfig
@@ -167,15 +170,19 @@ def random_mix(
     *,
     budgets: bool = False,
     one_pass: bool = False,
+    warm: bool = False,
     **settings: object,
 ) -> tuple[int, int]:
     """Random requests that join, leave and are aborted; returns how many ended and how many parted at a near-tie.
 
     `budgets`: of many rounds some drafts only are verified. `one_pass`: prompts go with rounds wherever they can.
+    `warm`: the engine has warmed up.
     """
     chance = random.Random(seed)
     depth = chance.randint(1, 4)
     engine = make_engine(target, drafter, lambda _: depth, **settings)
+    if warm:
+        engine.warm_up()
     budget = verify_share(engine, 0.5) if budgets else AnyBudget(4, None)
     mixing = mix(engine, chance.choice([None, 7, 40])) if one_pass else None
     vocab = target.config.vocab_size
@@ -276,6 +283,41 @@ def mixes_of_admitted_drafts() -> None:
 @check
 def mixes_in_one_pass() -> None:
     mixes(one_pass=True)
+
+
+@check
+def works_ahead_while_requests_run() -> None:
+    """Graphs are captured and timed between steps, as soon as they are wanted: passes of both too, and they are run."""
+    seconds: list[float] = []
+    mixed: list[MixedProgram] = []
+    advance, run = WorkAhead.advance, Mixing.run
+
+    def timed(self: WorkAhead) -> bool:
+        began = time.perf_counter()
+        found = advance(self)
+        seconds.extend([time.perf_counter() - began] if found else [])
+        return found
+
+    def counted(self: Mixing, program: MixedProgram, work: Any) -> Any:
+        mixed.append(program)
+        return run(self, program, work)
+
+    cpu = make_target(SMALL)
+    pair = on_gpu(cpu, make_drafter(drafter_configs(SMALL)["eagle3.1"], cpu, seed=2), torch.float32)
+    with (
+        mock.patch.multiple(work_ahead, OFTEN=1, BUSY_SHARE=1e9),
+        mock.patch.object(WorkAhead, "advance", timed),
+        mock.patch.object(Mixing, "run", counted),
+    ):
+        ended, parted = random_mix(*pair, copy.deepcopy(cpu).double(), 1, 48, warm=True)
+    print(
+        f"  {ended} requests, {parted} parted at a near-tie; {len(seconds)} pieces between steps, "
+        f"{1e3 * sorted(seconds)[len(seconds) // 2]:.0f} ms each, at most {1e3 * max(seconds):.0f}; "
+        f"{len(mixed)} passes of both"
+    )
+    assert parted <= 2, "too many near-ties to be chance"
+    assert len(seconds) > 20
+    assert mixed
 
 
 @check

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,3 +77,42 @@ def test_an_engine_that_dies_says_why(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"(?s)it has ended.*none\.json"):
         worker.wait_until_ready(30)
     worker.close()
+
+
+def test_nothing_is_timed_before_other_work_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import beside_vllm
+
+    file, slept = tmp_path / "ended", []
+
+    def sleep(_seconds: float) -> None:
+        slept.append(file.exists())
+        if len(slept) == 3:
+            file.touch()
+
+    monkeypatch.setattr(beside_vllm.time, "sleep", sleep)
+    beside_vllm.wait_for(None)
+    assert not slept
+    beside_vllm.wait_for(file)
+    beside_vllm.wait_for(file)
+    assert slept == [False] * 3
+
+
+def test_ours_works_ahead_once_for_each_depth_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    import beside_worker
+
+    calls: list[object] = []
+
+    def work_ahead() -> bool:
+        calls.append("ahead")
+        return True
+
+    clock = iter(range(1000))
+    monkeypatch.setattr(beside_worker.time, "monotonic", lambda: float(next(clock)))
+    engine = SimpleNamespace(work_ahead=work_ahead, runner=SimpleNamespace(graphs=None))
+    ours = beside_worker.Fledge.__new__(beside_worker.Fledge)
+    ours.llm, ours._drafter, ours._depth, ours._is_random = SimpleNamespace(engine=engine), "d", None, False
+    monkeypatch.setattr(ours, "_build", calls.append)
+    ours.draft(3)
+    ours.draft(3)
+    assert calls[0] == 3
+    assert calls.count("ahead") == int(beside_worker.AHEAD_SECONDS)

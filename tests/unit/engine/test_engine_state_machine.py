@@ -264,7 +264,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def test_the_engine_gives_the_references_tokens_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_ahead, "OFTEN", 4)  # so that some are captured while requests run
+    monkeypatch.setattr(work_ahead, "OFTEN", 1)  # so that some are captured while requests run
     monkeypatch.setattr(work_ahead, "BUSY_SHARE", 1e9)
     advance, ahead = work_ahead.WorkAhead.advance, Counter[bool]()
 
@@ -290,7 +290,7 @@ def test_the_engine_gives_the_references_tokens_whatever_happens(monkeypatch: py
         return
     assert min(ADMITTED.values()) > 20, ADMITTED
     assert MIXED[True] > 50, MIXED
-    assert ahead[True] > 20, ahead
+    assert ahead[True] > 10, ahead  # a graph was captured while requests ran
     assert min(SAT_OUT.values()) > 5, SAT_OUT
     often = {arm for arm in CHOSEN if CHOSEN[arm] > 5}
     assert len(often) > 3, CHOSEN

@@ -200,8 +200,8 @@ class Engine(Protocol):
         ...
 
     def work_ahead(self) -> bool:
-        """Do a little of what warming up has left for when there is nothing to do: it holds up a request for less than
-        a tenth of a second. False: there is nothing left.
+        """Do a little of what warming up has left for when there is nothing to do: it holds up a request for some
+        tenths of a second at most. False: there is nothing left. What steps miss they do themselves, now and then.
         """
         ...
 

@@ -49,8 +49,8 @@ class WorkAhead:
         graphs, mixing = self._runner.graphs, self._runner.mixing
         if graphs is None or self._clock() < self._due:
             return False
-        wanted = [graphs.wanted] if mixing is None else [graphs.wanted, mixing.wanted]
-        return any(times >= OFTEN for counts in wanted for times in counts.values())
+        measuring = () if mixing is None else mixing.wanted.values()
+        return max((*graphs.wanted.values(), *measuring), default=0) >= OFTEN
 
     def advance(self) -> bool:
         """Do a piece; False: there is none. The next is due when this one's share of the time has passed."""

@@ -7,7 +7,7 @@ launching takes the time, and one pass is always better than two. A CPU has none
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -125,14 +125,16 @@ class Mixing:
         """
         if self._graphs is None:
             return True
-        fitting = self._fitting(program)
-        if not fitting:
+        smallest = next(self._fitting(program), None)
+        if smallest is None:
             return False
-        smallest, arm = _plain(fitting[0]), self._arm(fitting[0].round.batch, program.round.draft)
-        usual = MixedProgram(smallest.round._replace(verify=arm), smallest.prompts).with_both(draft=arm)
-        if usual in self.wanted:
-            self.wanted[usual] += 1
-        padded = self._best(fitting)
+        if self.wanted:
+            one, prompts = _plain(smallest)
+            arm = self._arm(one.batch, one.draft)
+            usual = MixedProgram(one._replace(verify=arm), prompts).with_both(draft=arm)
+            if usual in self.wanted:
+                self.wanted[usual] += 1
+        padded = self._best(program, smallest)
         if self._saved(padded, smallest) <= than:
             return False
         if padded not in self._graphs.captured:
@@ -175,20 +177,19 @@ class Mixing:
     def learn(self, program: MixedProgram, times: Times) -> bool:
         """Learn how long a candidate takes, and its parts apart; whether it pays."""
         self._times[program] = times
-        self._settle(program)
+        self.leave(program)
         return times.saved() > 0
 
     def leave(self, program: MixedProgram) -> None:
-        """Do without a candidate: it cannot be measured."""
-        self._settle(program)
+        """Measure it no more.
 
-    def _settle(self, program: MixedProgram) -> None:
-        """Bound the prompts beside rounds like its own: by what pays and holds up nobody, or may yet prove to."""
+        The prompts beside rounds like its own are bounded by what pays and holds up nobody, or may yet prove to.
+        """
         self.wanted.pop(program, None)
-        batch, arm = key = program.round.batch, program.round.draft
+        key = program.round.batch, program.round.draft
 
         def is_like(one: MixedProgram) -> bool:
-            return (one.round.batch, one.round.draft) == (batch, arm)
+            return (one.round.batch, one.round.draft) == key
 
         paying = {one.prompts.tokens: t for one, t in self._times.items() if is_like(one) and t.saved() > 0}
         if paying:
@@ -198,40 +199,42 @@ class Mixing:
 
     def padded(self, program: MixedProgram) -> MixedProgram | None:
         """The program of a size that there are graphs of, that this one can run as; None: it is too large."""
-        fitting = self._fitting(program)
-        return self._best(fitting) if fitting else None
+        smallest = next(self._fitting(program), None)
+        return None if smallest is None else self._best(program, smallest)
 
-    def _best(self, fitting: Sequence[MixedProgram]) -> MixedProgram:
-        """Of programs of all sizes that fit, the smallest that pays, as far as it is known; or else the smallest."""
-        return next((one for one in fitting if self._saved(one, fitting[0]) > 0), fitting[0])
+    def _best(self, program: MixedProgram, smallest: MixedProgram) -> MixedProgram:
+        """Of all that fit, the smallest that pays, as far as it is known; or else the smallest."""
+        return next((one for one in self._fitting(program) if self._saved(one, smallest) > 0), smallest)
 
     def _saved(self, padded: MixedProgram, smallest: MixedProgram) -> float:
         """How many rounds a program saves where this smaller one would do; 0 where it is not known."""
         times = self._times.get(_plain(padded))
         return 0.0 if times is None else times.saved(smallest.prompts.tokens / padded.prompts.tokens)
 
-    def _fitting(self, program: MixedProgram) -> list[MixedProgram]:
+    def _fitting(self, program: MixedProgram) -> Iterator[MixedProgram]:
         """The programs of all sizes that this one can run as, smallest first."""
         one, prompts = program
         batch, asked = self._size(one.batch), prompts.asked
-        if not batch:
-            return []
+        sizes = [(t, c) for t, c in _prompt_sizes(batch) if t > prompts.tokens and c >= prompts.chunks]
+        if not batch or not sizes:
+            return
         adjusting = next(count for count in SIZES if count >= one.adjusting)
         filtering = filtering_size(one.filtering, batch)
-        one = one._replace(batch=batch, asked=one.asked.of(batch), adjusting=adjusting, filtering=filtering)
-        several = [
-            prompts._replace(
+        sampling = SamplingMode.SAMPLED  # a few rows more or less cost nothing, a second set of graphs does
+        one = one._replace(
+            batch=batch, asked=one.asked.of(batch), adjusting=adjusting, filtering=filtering, sampling=sampling
+        )
+        for tokens, chunks in sizes:
+            filtering = filtering_size(prompts.filtering, chunks)
+            padded = prompts._replace(
                 tokens=tokens,
                 chunks=chunks,
                 max_chunk=tokens,
                 asked=asked.of(chunks),
-                filtering=filtering_size(prompts.filtering, chunks),
+                filtering=filtering,
+                sampling=sampling,
             )
-            for tokens, chunks in _prompt_sizes(batch)
-            if tokens > prompts.tokens and chunks >= prompts.chunks
-        ]
-        # A few rows more or less cost nothing, a second set of graphs does.
-        return [MixedProgram(one, each).with_both(sampling=SamplingMode.SAMPLED) for each in several]
+            yield MixedProgram(one, padded)
 
     def _arm(self, size: int, arm: Arm) -> Arm:
         """What a round of this size drafts if prompts go along."""

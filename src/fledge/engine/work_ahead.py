@@ -90,17 +90,18 @@ class WorkAhead:
             yield from self._wanted()
 
     def _wanted(self) -> Iterator[bool]:
-        """Do what steps did without, the most frequent first: of two passes one saves more than a bit of padding."""
+        """Do what steps did without, the most frequent first; of what is frequent, passes of both, which save more."""
         graphs, mixing = self._runner.graphs, self._runner.mixing
         assert graphs is not None
         while True:
             measuring = [] if mixing is None else mixing.wanted.most_common(1)
-            if measuring and measuring[0][1]:
+            capturing = graphs.wanted.most_common(1)
+            often = capturing[0][1] if capturing else 0
+            if measuring and measuring[0][1] >= max(min(often, OFTEN), 1):
                 yield from self._measure(measuring[0][0])
-            elif graphs.wanted:
-                program, _ = graphs.wanted.most_common(1)[0]
-                del graphs.wanted[program]
-                yield from self._capture(program)
+            elif capturing:
+                del graphs.wanted[capturing[0][0]]
+                yield from self._capture(capturing[0][0])
             else:
                 return
 

@@ -155,6 +155,26 @@ def test_it_takes_a_small_share_of_the_time_of_an_engine_with_requests(monkeypat
     assert pieces[-1] - pieces[-2] < 0.2, "an idle engine does not wait"
 
 
+def test_passes_of_both_come_before_less_padding_unless_they_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = busy_engine(monkeypatch, often=10)
+    graphs, mixing = engine.runner.graphs, engine.runner.mixing
+    assert graphs is not None
+    assert mixing is not None
+    padded = [RoundProgram(2, Arm(3), Arm(3), SamplingMode.SAMPLED, adjusting=count) for count in (1, 2)]
+    (candidate,) = mixing.wanted
+    for times, first in [(9, padded[0]), (10, candidate)]:
+        graphs.wanted.update(dict.fromkeys(padded, 500))
+        mixing.wanted[candidate] = times
+        engine._ahead = WorkAhead(engine.runner, engine.config)
+        while first not in graphs.captured:
+            assert engine.work_ahead()
+        assert (candidate in graphs.captured, padded[0] in graphs.captured) == (
+            first is candidate,
+            first is not candidate,
+        )
+        graphs.release(padded[0])
+
+
 def test_what_cannot_be_captured_is_left_and_nobody_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = busy_engine(monkeypatch)
     monkeypatch.setattr(CpuGraphs, "record", lambda *_: 1 / 0)

@@ -15,7 +15,7 @@ from fledge.bench.figures import ratio, speed_ratio
 from fledge.bench.rows import Row
 from fledge.bench.summary import Summary, Sweep, load_text
 from fledge.errors import ConfigError
-from fledge.evaluation.report import acceptance, complete_cells
+from fledge.evaluation.report import NOVEL, acceptance, complete_cells
 from fledge.evaluation.results import Load
 from fledge.evaluation.workloads import grouped
 from fledge.report.intervals import Interval
@@ -44,7 +44,7 @@ class Reference:
 
 
 def _said(template: str, summary: Summary, **values: Any) -> list[Sentence]:
-    words = {"load_text": load_text, "noise": "no difference beyond noise"}
+    words = {"load_text": load_text, "noise": "no difference beyond noise", "NOVEL": NOVEL}
     return said("fledge.bench", f"{template}.jinja", summary=summary, **words, **values)
 
 

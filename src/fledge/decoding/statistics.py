@@ -14,11 +14,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 HOPELESS_ROUNDS, HOPELESS_RATE = 30, 0.05
-REPEATED_NGRAM = 8
+COPIED_NGRAM = 8
 LOOPING = 0.2  # of a target's tokens: where more are repeated, its figures without repetition are the ones to compare
+COPYING = 0.2  # of a target's tokens: where more are copied from prompts, it is copying that is measured
 
 
-def repeated_tokens(tokens: Sequence[Hashable], n: int = REPEATED_NGRAM) -> list[bool]:
+def repeated_tokens(tokens: Sequence[Hashable], n: int = COPIED_NGRAM) -> list[bool]:
     """Which tokens of an answer are inside an n-gram that was in it before; overlapping itself counts.
 
     A target that loops is easy to draft for, so acceptance inside repetition says little about a drafter.
@@ -29,6 +30,24 @@ def repeated_tokens(tokens: Sequence[Hashable], n: int = REPEATED_NGRAM) -> list
         if ngram in seen:
             found[end - n : end] = [True] * n
         seen.add(ngram)
+    return found
+
+
+def copied_tokens(prompt: Sequence[Hashable], answer: Sequence[Hashable], n: int = COPIED_NGRAM) -> list[bool]:
+    """Which tokens of an answer are inside an n-gram of it that began in the prompt before.
+
+    What copies can be drafted by looking it up. The n-gram lies in the answer as a whole, so the tokens of a template
+    between the two make no copy; where it was before it may reach over the prompt's end.
+    """
+    ngrams = {tuple(answer[start : start + n]) for start in range(len(answer) - n + 1)}
+    text, ends = [*prompt, *answer[: n - 1]], {(ngram[0], ngram[-1]) for ngram in ngrams}
+    # Few places of a long prompt agree in the first and the last token: the others need no n-gram made.
+    places = (place for place, pair in enumerate(zip(text, text[n - 1 :], strict=False)) if pair in ends)
+    copied = {ngram for place in places if (ngram := tuple(text[place : place + n])) in ngrams}
+    found = [False] * len(answer)
+    for start in range(len(answer) - n + 1 if copied else 0):
+        if tuple(answer[start : start + n]) in copied:
+            found[start : start + n] = [True] * n
     return found
 
 
@@ -63,13 +82,20 @@ class AcceptanceStatistics:
         return pooled
 
     @classmethod
-    def outside_repetition(
-        cls, rounds: Iterable[tuple[int, int, int]], repeated: Sequence[bool], *, prompt_tokens: int = 0
+    def outside(
+        cls, rounds: Iterable[tuple[int, int, int]], *marked: Sequence[bool], prompt_tokens: int = 0
     ) -> "AcceptanceStatistics":
-        """Count the rounds (first place in prompt and answer, drafted, accepted) that start on no repeated token."""
+        """Count the rounds (first place in prompt and answer, drafted, accepted) that start on no marked token.
+
+        `marked`: of the answer's tokens, those that are repeated, those that are copied.
+        """
         found = cls()
         within = ((start - prompt_tokens, drafted, accepted) for start, drafted, accepted in rounds)
-        found.count((drafted, accepted) for start, drafted, accepted in within if not any(repeated[start : start + 1]))
+        found.count(
+            (drafted, accepted)
+            for start, drafted, accepted in within
+            if not any(any(tokens[start : start + 1]) for tokens in marked)
+        )
         return found
 
     def since(self, before: "AcceptanceStatistics") -> "AcceptanceStatistics":

@@ -81,23 +81,6 @@ class AcceptanceStatistics:
             pooled.tally.update(part.tally)
         return pooled
 
-    @classmethod
-    def outside(
-        cls, rounds: Iterable[tuple[int, int, int]], *marked: Sequence[bool], prompt_tokens: int = 0
-    ) -> "AcceptanceStatistics":
-        """Count the rounds (first place in prompt and answer, drafted, accepted) that start on no marked token.
-
-        `marked`: of the answer's tokens, those that are repeated, those that are copied.
-        """
-        found = cls()
-        within = ((start - prompt_tokens, drafted, accepted) for start, drafted, accepted in rounds)
-        found.count(
-            (drafted, accepted)
-            for start, drafted, accepted in within
-            if not any(any(tokens[start : start + 1]) for tokens in marked)
-        )
-        return found
-
     def since(self, before: "AcceptanceStatistics") -> "AcceptanceStatistics":
         """What was added after `before`, an earlier state of this tally."""
         return AcceptanceStatistics(tally=self.tally - before.tally)
@@ -161,3 +144,33 @@ class AcceptanceStatistics:
             "rate_by_depth": list(self.rate_by_depth),
             "conditional_rate_by_depth": list(self.conditional_rate_by_depth),
         }
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which tokens of an answer were there before, and so the rounds that start on none of them.
+
+    A round is its first place in prompt and answer together, what it drafted and what of that stood.
+    """
+
+    prompt_tokens: int
+    repeated: Sequence[bool]
+    copied: Sequence[bool]  # some may be repeated too
+
+    @classmethod
+    def of(cls, prompt: Sequence[Hashable], answer: Sequence[Hashable]) -> "Overlap":
+        return cls(len(prompt), repeated_tokens(answer), copied_tokens(prompt, answer))
+
+    def fresh(self, rounds: Iterable[tuple[int, int, int]]) -> AcceptanceStatistics:
+        """Those that start on no repeated token."""
+        return self._outside(rounds, self.repeated)
+
+    def novel(self, rounds: Iterable[tuple[int, int, int]]) -> AcceptanceStatistics:
+        """Of the fresh ones, those that start on no copied token."""
+        return self._outside(rounds, [any(pair) for pair in zip(self.repeated, self.copied, strict=True)])
+
+    def _outside(self, rounds: Iterable[tuple[int, int, int]], tokens: Sequence[bool]) -> AcceptanceStatistics:
+        found = AcceptanceStatistics()
+        within = ((start - self.prompt_tokens, drafted, accepted) for start, drafted, accepted in rounds)
+        found.count((drafted, accepted) for start, drafted, accepted in within if not any(tokens[start : start + 1]))
+        return found

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fledge.decoding.drafter_statistics import Triples
-from fledge.decoding.statistics import AcceptanceStatistics, copied_tokens, repeated_tokens
+from fledge.decoding.statistics import AcceptanceStatistics, Overlap
 from fledge.engine.outputs import RoundRecord
 from fledge.errors import ConfigError
 from fledge.files import parse_json, read_bytes, write_text
@@ -183,18 +183,16 @@ def answer_facts(
     tokens: Sequence[int], *, prompt: Sequence[int], acceptance: AcceptanceStatistics, rounds: Sequence[RoundRecord]
 ) -> dict[str, Any]:
     """What a `RequestRecord` says of the answer `tokens` to the tokens of a prompt."""
-    repeated, copied = repeated_tokens(tokens), copied_tokens(prompt, tokens)
-    fresh = AcceptanceStatistics.outside(rounds, repeated, prompt_tokens=len(prompt))
-    novel = AcceptanceStatistics.outside(rounds, repeated, copied, prompt_tokens=len(prompt))
+    overlap = Overlap.of(prompt, tokens)
     return {
         "prompt_tokens": len(prompt),
         "output_tokens": len(tokens),
         "digest": token_digest(tokens),
         "acceptance": tally_triples(acceptance),
-        "fresh_acceptance": tally_triples(fresh),
-        "novel_acceptance": tally_triples(novel),
-        "repeated_tokens": sum(repeated),
-        "copied_tokens": sum(copied),
+        "fresh_acceptance": tally_triples(overlap.fresh(rounds)),
+        "novel_acceptance": tally_triples(overlap.novel(rounds)),
+        "repeated_tokens": sum(overlap.repeated),
+        "copied_tokens": sum(overlap.copied),
     }
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.statistics import AcceptanceStatistics, copied_tokens, repeated_tokens
+from fledge.decoding.statistics import AcceptanceStatistics, Overlap
 from fledge.engine.constraint import CONSTRAINT_FAILURE
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.llm import next_int64
@@ -374,16 +374,12 @@ class Generation:
         whole, fresh, novel, counts = [], [], [], {"repeated_tokens": 0, "copied_tokens": 0}
         for number, text in enumerate(self._texts):
             if (metrics := text.metrics) is not None:
-                repeated = repeated_tokens(text.token_ids)
-                copied = copied_tokens(self.prompts[number // self.n], text.token_ids)
-                outside = functools.partial(
-                    AcceptanceStatistics.outside, metrics.rounds, repeated, prompt_tokens=metrics.prompt_tokens
-                )
+                overlap = Overlap.of(self.prompts[number // self.n], text.token_ids)
                 whole.append(metrics.acceptance)
-                fresh.append(outside())
-                novel.append(outside(copied))
-                counts["repeated_tokens"] += sum(repeated)
-                counts["copied_tokens"] += sum(copied)
+                fresh.append(overlap.fresh(metrics.rounds))
+                novel.append(overlap.novel(metrics.rounds))
+                counts["repeated_tokens"] += sum(overlap.repeated)
+                counts["copied_tokens"] += sum(overlap.copied)
         parts = {"outside_repetition": fresh, "novel": novel}
         told = {name: AcceptanceStatistics.merge(part) for name, part in parts.items()}
         return {

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.decoding.statistics import AcceptanceStatistics, copied_tokens, repeated_tokens
+from fledge.decoding.statistics import AcceptanceStatistics, Overlap, copied_tokens, repeated_tokens
 
 ROUNDS = st.lists(st.integers(0, 6).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d))), max_size=30)
 
@@ -77,15 +77,14 @@ def test_copies_against_a_plain_search(prompt, answer, n):
     assert copied_tokens(prompt, answer, n) == expected
 
 
-def test_a_round_is_left_out_if_it_starts_on_a_marked_token():
-    repeated, copied = [False, False, True, True], [False, True, True, False]
-    rounds = [(0, 3, 1), (1, 3, 2), (2, 3, 3), (4, 3, 0)]  # the last starts after a trimmed answer's end
-    found = AcceptanceStatistics.outside(rounds, repeated)
-    assert found.tally == {(3, 1): 1, (3, 2): 1, (3, 0): 1}
-    assert AcceptanceStatistics.outside(rounds, repeated, copied).tally == {(3, 1): 1, (3, 0): 1}
-    assert AcceptanceStatistics.outside([(2, 3, 3)], repeated).acceptance_length is None
-    later = [(5 + start, drafted, accepted) for start, drafted, accepted in rounds]
-    assert AcceptanceStatistics.outside(later, repeated, copied, prompt_tokens=5).tally == {(3, 1): 1, (3, 0): 1}
+def test_a_round_is_left_out_if_it_starts_on_a_token_that_was_there_before():
+    overlap = Overlap(5, repeated=[False, False, True, True], copied=[False, True, True, False])
+    rounds = [(5, 3, 1), (6, 3, 2), (7, 3, 3), (8, 2, 2), (9, 3, 0)]  # the last starts after a trimmed answer's end
+    assert overlap.fresh(rounds).tally == {(3, 1): 1, (3, 2): 1, (3, 0): 1}
+    assert overlap.novel(rounds).tally == {(3, 1): 1, (3, 0): 1}
+    assert overlap.fresh([(7, 3, 3)]).acceptance_length is None
+    found = Overlap.of([90, *range(8)], [*range(20, 28), *range(20, 28), *range(8)])
+    assert (found.prompt_tokens, places(found.repeated), places(found.copied)) == (9, [*range(8, 16)], [*range(16, 24)])
 
 
 def test_no_rounds_is_no_figure():

@@ -143,6 +143,19 @@ def test_baselines_pool_the_workloads(measured: Results) -> None:
             assert cell.rate_by_depth == pytest.approx(pooled.rate_by_depth, abs=1e-4)
 
 
+def test_baselines_have_acceptance_without_repetition_and_without_copies(measured: Results) -> None:
+    tallies = {"fresh_acceptance": ((3, 1, 4),), "novel_acceptance": ((3, 3, 1), (3, 0, 1))}
+    counts = {"repeated_tokens": 3, "copied_tokens": 6}
+    cells = [
+        replace(cell, requests=tuple(replace(one, output_tokens=12, **tallies, **counts) for one in cell.requests))
+        for cell in measured.cells
+    ]
+    for baseline in baselines(replace(measured, cells=tuple(cells))).values():
+        for cell in baseline.cells:
+            assert (cell.fresh_acceptance_length, cell.novel_acceptance_length) == (2.0, 2.5)
+            assert (cell.repeated, cell.copied) == (0.25, 0.5)
+
+
 def test_copies_of_the_prompt_are_told_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This target's next token follows from the last one: given its loop it goes on copying, else it is led into it."""
     write_target(tmp_path / "target")

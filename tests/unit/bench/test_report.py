@@ -261,7 +261,12 @@ def test_copies_of_the_prompt_are_told_apart() -> None:
     assert any("the target copies the prompt in 50 % of its greedy text on" in line for line in warnings(summary))
     spoken = " ".join(sentence.text for card in verdicts(summary) for sentence in card.sentences)
     assert "Without repetition and copies of the prompt: 1.00" in spoken
+    between = next(one.text for one in overall(summary) if one.text.startswith("The acceptance length of"))
+    assert re.search(
+        r"as far ahead: 1\.\d+ times .*\. Without repetition and copies of the prompt: 1\.00 times", between
+    )
     (before,) = older.summaries
+    assert not [one.text for one in overall(before) if "copies of the prompt" in one.text]
     assert before.tells_repetition
     assert not before.tells_copies
     assert "copies of the prompt" not in older.to_markdown()

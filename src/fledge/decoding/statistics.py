@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 HOPELESS_ROUNDS, HOPELESS_RATE = 30, 0.05
 COPIED_NGRAM = 8
 LOOPING = 0.2  # of a target's tokens: where more are repeated, its figures without repetition are the ones to compare
-COPYING = 0.2  # of a target's tokens: where more are copied from prompts, it is copying that is measured
+COPYING = 0.2  # of a target's tokens: where more are copied from prompts, figures measure copying too
 
 
 def repeated_tokens(tokens: Sequence[Hashable], n: int = COPIED_NGRAM) -> list[bool]:

@@ -162,8 +162,8 @@ def text_warnings(results: Results) -> list[str]:
         if loops:
             lines.append(f"the target repeats itself in {loops}; figures without repetition are the ones to compare")
         if copies:
-            hint = f"figures {NOVEL} are the ones to compare"
-            lines.append(f"the target copies the prompt in {copies}: figures over all rounds measure copying; {hint}")
+            rest = f"acceptance {NOVEL} tells of the rest"
+            lines.append(f"the target copies the prompt in {copies}: figures there measure copying too; {rest}")
     return lines
 
 

@@ -107,11 +107,11 @@ def test_copies_of_the_prompt_are_told_apart() -> None:
     titles = ["Without repetition and copies of the prompt", "Tokens copied from the prompt"]
     assert [table.title for table in report.tables()][3:5] == titles
     (line,) = report.notes
-    assert line.startswith("the target copies the prompt in 67 % of its text on a: figures over all rounds measure")
+    assert line.startswith("the target copies the prompt in 67 % of its text on a: figures there measure copying too")
     assert f"Note: {line}." in report.markdown()
     sentences = [one.text for one in report.cards("x")[0].sentences]
     assert "without repetition 1.00, nor copies of the prompt 1.50, drafting 2 ahead." in sentences[0]
-    assert "67 % of the tokens on a copy the prompt: there it is copying that is measured." in sentences
+    assert "67 % of the tokens on a copy the prompt: figures there measure copying too." in sentences
     assert not [one for one in sentences if "tokens on b" in one]
 
     older = EvalReport(fresh)  # of a version that told of repetition alone

@@ -131,7 +131,7 @@ def test_figures_are_those_measured(recipe: Recipe) -> None:
     assert "52% of the answers' tokens are repeated" in text
     assert "71% of the answers' tokens are copied" in text
     assert "a repeated or a copied token acceptance length is 1.00 at depth" in text
-    assert "The target copies its prompts: the figures above measure copying." in text
+    assert "The target copies its prompts: the figures above measure copying too." in text
     assert "such a token acceptance length is 1.75 at depth 2, 1.75 at depth 4. The target loops" in text
     assert "Lossless: all 24 answers" in text
     assert "step-000400 2.25, step-000500 2.50" in text

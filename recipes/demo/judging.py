@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fledge.decoding.statistics import REPEATED_NGRAM, repeated_tokens
+from fledge.decoding.statistics import COPIED_NGRAM, repeated_tokens
 from recipes.demo.answers import Answer
 from recipes.demo.execution import all_succeed
 from recipes.demo.samples import code_blocks, parses
@@ -40,7 +40,7 @@ class Request:
     reference: str | None = None
 
 
-def loop_tokens(ids: Sequence[int], size: int = REPEATED_NGRAM, onset: int = ONSET, reach: int = REACH) -> list[int]:
+def loop_tokens(ids: Sequence[int], size: int = COPIED_NGRAM, onset: int = ONSET, reach: int = REACH) -> list[int]:
     """Places of tokens to make unlikely: from about where a text begins to repeat a stretch it has written."""
     places: list[int] = []
     start = None

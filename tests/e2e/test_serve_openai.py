@@ -198,7 +198,9 @@ def test_speculation_can_be_controlled_and_is_reported(client: openai.OpenAI) ->
         assert (told["rounds"] > 0) == (depth > 0)
         assert (told["acceptance_length"] is None) == (depth == 0)
         assert (told["outside_repetition"] or {"rounds": 0})["rounds"] <= told["rounds"]
+        assert (told["novel"] or {"rounds": 0})["rounds"] <= (told["outside_repetition"] or {"rounds": 0})["rounds"]
         assert 0 <= told["repeated_tokens"] <= answer.usage.completion_tokens
+        assert 0 <= told["copied_tokens"] <= answer.usage.completion_tokens
         pieces = (answer.choices[0].model_extra or {})["fledge"]["pieces"]
         assert "".join(piece["text"] for piece in pieces) == answer.choices[0].message.content
         if depth == 0:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fledge.bench.figures import decoding, latency, throughput, why_partial
 from fledge.bench.rows import Row
 from fledge.bench.summary import Key, Summary
-from fledge.evaluation.report import acceptance
+from fledge.evaluation.report import NOVEL, acceptance
 from fledge.evaluation.results import Cell, Load, Results
 from fledge.records import Record, encode
 from fledge.report.intervals import LEVEL, Bootstrap, Interval, Panel, Statistic, divide, mean_ratio, pooled
@@ -45,7 +45,10 @@ METRICS = {
     "ttft": Metric("mean TTFT, ms", latency, higher_is_better=False),
     "acceptance": Metric("acceptance length", acceptance, is_speed=False, offset=1.0),
     "fresh-acceptance": Metric(
-        "acceptance length without repetition", partial(acceptance, fresh=True), is_speed=False, offset=1.0
+        "acceptance length without repetition", partial(acceptance, rounds="fresh"), is_speed=False, offset=1.0
+    ),
+    "novel-acceptance": Metric(
+        f"acceptance length {NOVEL}", partial(acceptance, rounds="novel"), is_speed=False, offset=1.0
     ),
 }
 

@@ -9,8 +9,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fledge.evaluation.report import BOOTSTRAP, acceptance_length, acceptance_rates
-from fledge.evaluation.results import Cell, conversation_of, share_repeated
+from fledge.evaluation.report import BOOTSTRAP, ROUNDS, acceptance_length, acceptance_rates
+from fledge.evaluation.results import Cell, Rounds, conversation_of, token_share
 from fledge.records import Record
 from fledge.report.intervals import Interval, Panel, mean_ratio, pooled
 
@@ -28,7 +28,9 @@ class Figures(Record):
     tpot_ms: Spread | None
     acceptance_length: Interval | None
     fresh_acceptance_length: Interval | None  # without the rounds in repetition
+    novel_acceptance_length: Interval | None  # of these, without the rounds in copies of the prompt
     repeated: float | None  # share of the answers' tokens
+    copied: float | None  # the same, from the prompt
     rate_by_depth: tuple[Interval, ...]
     rounds: int  # verified, in all that entered
     requests: int  # that entered the figures
@@ -37,6 +39,11 @@ class Figures(Record):
     failed_cells: int  # that are not complete
     partial: bool  # something that should be in here is not
     reason: str | None  # why it is partial
+
+    def length_of(self, rounds: Rounds) -> Interval | None:
+        """Acceptance length of all rounds, of the fresh ones or of the novel ones."""
+        lengths = (self.acceptance_length, self.fresh_acceptance_length, self.novel_acceptance_length)
+        return dict(zip(ROUNDS, lengths, strict=True))[rounds]
 
 
 def figures_of(cells: Sequence[Cell]) -> Figures:
@@ -49,8 +56,10 @@ def figures_of(cells: Sequence[Cell]) -> Figures:
         ttft_ms=_spread(used, "ttft"),
         tpot_ms=_spread(used, "tpot"),
         acceptance_length=acceptance_length(used),
-        fresh_acceptance_length=acceptance_length(used, fresh=True),
-        repeated=share_repeated(one for cell in used for one in cell.good),
+        fresh_acceptance_length=acceptance_length(used, "fresh"),
+        novel_acceptance_length=acceptance_length(used, "novel"),
+        repeated=token_share((one for cell in used for one in cell.good), "repeated_tokens"),
+        copied=token_share((one for cell in used for one in cell.good), "copied_tokens"),
         rate_by_depth=tuple(acceptance_rates(used).values()),
         rounds=sum(cell.acceptance_statistics.rounds for cell in used),
         requests=sum(len(cell.good) for cell in used),

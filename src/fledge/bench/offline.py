@@ -194,7 +194,7 @@ class ClosedLoop:
             error=error,
             **answer_facts(
                 tokens,
-                prompt_tokens=len(prompt.token_ids),
+                prompt=prompt.token_ids,
                 acceptance=metrics.acceptance,
                 rounds=metrics.rounds,
             ),

@@ -17,6 +17,7 @@ from fledge.bench.rows import Row
 from fledge.bench.summary import Summary, load_text
 from fledge.bench.verdict import Reference, overall, warnings
 from fledge.errors import ConfigError
+from fledge.evaluation.report import NOVEL
 from fledge.evaluation.results import Results
 from fledge.files import write_text
 from fledge.report import prose
@@ -34,9 +35,13 @@ _REQUESTS: Column = (
     lambda row: f"{row.figures.requests:,}" + (f" (+{row.figures.errors} failed)" if row.figures.errors else ""),
 )
 _LENGTH: Column = ("acceptance length", lambda row: figure_cell(row.figures.acceptance_length, "{:.2f}"))
-_FRESH: tuple[Column, Column] = (
+_FRESH: tuple[Column, ...] = (
     ("without repetition", lambda row: figure_cell(row.figures.fresh_acceptance_length, "{:.2f}")),
     ("repeated tokens", lambda row: "" if row.figures.repeated is None else prose.percent(row.figures.repeated)),
+)
+_NOVEL: tuple[Column, ...] = (
+    (NOVEL, lambda row: figure_cell(row.figures.novel_acceptance_length, "{:.2f}")),
+    ("copied tokens", lambda row: "" if row.figures.copied is None else prose.percent(row.figures.copied)),
 )
 
 
@@ -122,6 +127,7 @@ def rounds_table(summary: Summary) -> Table:
         [row for row in summary.rows.values() if row.figures.acceptance_length],
         _LENGTH,
         *(_FRESH if summary.tells_repetition else ()),
+        *(_NOVEL if summary.tells_copies else ()),
         ("round costs, in plain steps", cost),
         ("tokens verified at once", at_once),
         (
@@ -188,7 +194,7 @@ class BenchReport:
 
     def to_markdown(self) -> str:
         """Tables for a README, and what must be known beside them."""
-        words = {**vars(prose), "text": markdown_text, "warnings": warnings}
+        words = {**vars(prose), "text": markdown_text, "warnings": warnings, "NOVEL": NOVEL}
         template = page_template("fledge.bench", "tables.md.jinja")
         return template.render(words, summaries=self.summaries, notes=self.notes).rstrip("\n") + "\n"
 

@@ -9,8 +9,8 @@ from typing import Any
 from fledge.bench.figures import fastest_by_half, held_out, speed_ratio, why_no_ratio
 from fledge.bench.rows import Best, Row
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.evaluation.report import EvalReport, looping
-from fledge.evaluation.results import Contender, Load, Results
+from fledge.evaluation.report import EvalReport, text_warnings
+from fledge.evaluation.results import Contender, Load, Results, Rounds
 from fledge.evaluation.workloads import grouped
 from fledge.report.charts import SERIES
 from fledge.report.intervals import Interval
@@ -99,12 +99,17 @@ class Summary:
     @cached_property
     def notes(self) -> list[str]:
         """What must be known beside the figures."""
-        return [*looping(self.results), *self.results.notes]
+        return [*text_warnings(self.results), *self.results.notes]
 
     @property
     def tells_repetition(self) -> bool:
         """Whether acceptance is known round by round, as our own engine tells it."""
         return any(row.figures.fresh_acceptance_length for row in self.rows.values())
+
+    @property
+    def tells_copies(self) -> bool:
+        """The same; there are versions that told of repetition alone."""
+        return self.tells_repetition and any(row.figures.copied is not None for row in self.rows.values())
 
     # Who takes part.
 
@@ -165,16 +170,11 @@ class Summary:
             return configured
         return max((len(row.figures.rate_by_depth) for row in self.rows_of(name)), default=0) or None
 
-    def lengths_of(self, name: str, *, fresh: bool = False) -> dict[str, Interval]:
-        """Acceptance length by workload, at the lowest load that was measured in full: it hardly depends on that.
-
-        `fresh`: without the rounds in repetition.
-        """
+    def lengths_of(self, name: str, rounds: Rounds = "all") -> dict[str, Interval]:
+        """Acceptance length by workload, at the lowest load that was measured in full: it hardly depends on that."""
         found: dict[str, Interval] = {}
         for row in sorted(self.rows_of(name), key=lambda row: row.figures.partial):
-            figures = row.figures
-            length = figures.fresh_acceptance_length if fresh else figures.acceptance_length
-            if length is not None:
+            if (length := row.figures.length_of(rounds)) is not None:
                 found.setdefault(row.workload, length)
         return found
 

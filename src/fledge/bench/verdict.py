@@ -15,8 +15,8 @@ from fledge.bench.figures import ratio, speed_ratio
 from fledge.bench.rows import Row
 from fledge.bench.summary import Summary, Sweep, load_text
 from fledge.errors import ConfigError
-from fledge.evaluation.report import acceptance, complete_cells
-from fledge.evaluation.results import Load
+from fledge.evaluation.report import NOVEL, acceptance, complete_cells
+from fledge.evaluation.results import Load, Rounds
 from fledge.evaluation.workloads import grouped
 from fledge.report.intervals import Interval
 from fledge.report.page import Card, said
@@ -44,7 +44,7 @@ class Reference:
 
 
 def _said(template: str, summary: Summary, **values: Any) -> list[Sentence]:
-    words = {"load_text": load_text, "noise": "no difference beyond noise"}
+    words = {"load_text": load_text, "noise": "no difference beyond noise", "NOVEL": NOVEL}
     return said("fledge.bench", f"{template}.jinja", summary=summary, **words, **values)
 
 
@@ -114,7 +114,8 @@ def overall(summary: Summary) -> list[Sentence]:
     """Which is the fastest where, which drafter is accepted more, and whether all said the same."""
     against = list(_best_against_best(summary)) if summary.has_speed else []
     fastest = _fastest(summary) if summary.has_speed else {}
-    return _said("overall", summary, against=against, fastest=fastest, lengths=_accepted_more(summary))
+    lengths, novel = _accepted_more(summary), _accepted_more(summary, "novel")
+    return _said("overall", summary, against=against, fastest=fastest, lengths=lengths, novel=novel)
 
 
 def _best_against_best(summary: Summary) -> Iterator[tuple[Sweep, Sweep, str, list[tuple[Load, Interval, int, int]]]]:
@@ -154,7 +155,9 @@ def _names_text(summary: Summary, names: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(texts))
 
 
-def _accepted_more(summary: Summary) -> dict[tuple[str, str], list[tuple[Interval, int | None]]]:
+def _accepted_more(
+    summary: Summary, rounds: Rounds = "all"
+) -> dict[tuple[str, str], list[tuple[Interval, int | None]]]:
     """Drafters of the same target that draft in the same way, against the first of them, over all workloads.
 
     By what is compared: the ratio, and its depth where there are many.
@@ -167,7 +170,7 @@ def _accepted_more(summary: Summary) -> dict[tuple[str, str], list[tuple[Interva
     pairs: dict[tuple[str, str], list[tuple[Interval, int | None]]] = defaultdict(list)
     for first, *others in groups.values():
         for name in others:
-            panels = [acceptance(complete_cells(summary.results, of)) for of in (name, first)]
+            panels = [acceptance(complete_cells(summary.results, of), rounds=rounds) for of in (name, first)]
             if (value := ratio(*panels, offset=1.0)) is not None:
                 line, base = summary.line(name), summary.line(first)
                 pairs[line.title, base.title].append((value, line.depths[name] if line.is_deep else None))

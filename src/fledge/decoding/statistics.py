@@ -14,11 +14,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 HOPELESS_ROUNDS, HOPELESS_RATE = 30, 0.05
-REPEATED_NGRAM = 8
+COPIED_NGRAM = 8
 LOOPING = 0.2  # of a target's tokens: where more are repeated, its figures without repetition are the ones to compare
+COPYING = 0.2  # of a target's tokens: where more are copied from prompts, figures measure copying too
 
 
-def repeated_tokens(tokens: Sequence[Hashable], n: int = REPEATED_NGRAM) -> list[bool]:
+def repeated_tokens(tokens: Sequence[Hashable], n: int = COPIED_NGRAM) -> list[bool]:
     """Which tokens of an answer are inside an n-gram that was in it before; overlapping itself counts.
 
     A target that loops is easy to draft for, so acceptance inside repetition says little about a drafter.
@@ -29,6 +30,24 @@ def repeated_tokens(tokens: Sequence[Hashable], n: int = REPEATED_NGRAM) -> list
         if ngram in seen:
             found[end - n : end] = [True] * n
         seen.add(ngram)
+    return found
+
+
+def copied_tokens(prompt: Sequence[Hashable], answer: Sequence[Hashable], n: int = COPIED_NGRAM) -> list[bool]:
+    """Which tokens of an answer are inside an n-gram of it that began in the prompt before.
+
+    What copies can be drafted by looking it up. The n-gram lies in the answer as a whole, so the tokens of a template
+    between the two make no copy; where it was before it may reach over the prompt's end.
+    """
+    ngrams = {tuple(answer[start : start + n]) for start in range(len(answer) - n + 1)}
+    text, ends = [*prompt, *answer[: n - 1]], {(ngram[0], ngram[-1]) for ngram in ngrams}
+    # Few places of a long prompt agree in the first and the last token: the others need no n-gram made.
+    places = (place for place, pair in enumerate(zip(text, text[n - 1 :], strict=False)) if pair in ends)
+    copied = {ngram for place in places if (ngram := tuple(text[place : place + n])) in ngrams}
+    found = [False] * len(answer)
+    for start in range(len(answer) - n + 1 if copied else 0):
+        if tuple(answer[start : start + n]) in copied:
+            found[start : start + n] = [True] * n
     return found
 
 
@@ -61,16 +80,6 @@ class AcceptanceStatistics:
         for part in parts:
             pooled.tally.update(part.tally)
         return pooled
-
-    @classmethod
-    def outside_repetition(
-        cls, rounds: Iterable[tuple[int, int, int]], repeated: Sequence[bool], *, prompt_tokens: int = 0
-    ) -> "AcceptanceStatistics":
-        """Count the rounds (first place in prompt and answer, drafted, accepted) that start on no repeated token."""
-        found = cls()
-        within = ((start - prompt_tokens, drafted, accepted) for start, drafted, accepted in rounds)
-        found.count((drafted, accepted) for start, drafted, accepted in within if not any(repeated[start : start + 1]))
-        return found
 
     def since(self, before: "AcceptanceStatistics") -> "AcceptanceStatistics":
         """What was added after `before`, an earlier state of this tally."""
@@ -135,3 +144,33 @@ class AcceptanceStatistics:
             "rate_by_depth": list(self.rate_by_depth),
             "conditional_rate_by_depth": list(self.conditional_rate_by_depth),
         }
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which tokens of an answer were there before, and so the rounds that start on none of them.
+
+    A round is its first place in prompt and answer together, what it drafted and what of that stood.
+    """
+
+    prompt_tokens: int
+    repeated: Sequence[bool]
+    copied: Sequence[bool]  # some may be repeated too
+
+    @classmethod
+    def of(cls, prompt: Sequence[Hashable], answer: Sequence[Hashable]) -> "Overlap":
+        return cls(len(prompt), repeated_tokens(answer), copied_tokens(prompt, answer))
+
+    def fresh(self, rounds: Iterable[tuple[int, int, int]]) -> AcceptanceStatistics:
+        """Those that start on no repeated token."""
+        return self._outside(rounds, self.repeated)
+
+    def novel(self, rounds: Iterable[tuple[int, int, int]]) -> AcceptanceStatistics:
+        """Of the fresh ones, those that start on no copied token."""
+        return self._outside(rounds, [any(pair) for pair in zip(self.repeated, self.copied, strict=True)])
+
+    def _outside(self, rounds: Iterable[tuple[int, int, int]], tokens: Sequence[bool]) -> AcceptanceStatistics:
+        found = AcceptanceStatistics()
+        within = ((start - self.prompt_tokens, drafted, accepted) for start, drafted, accepted in rounds)
+        found.count((drafted, accepted) for start, drafted, accepted in within if not any(tokens[start : start + 1]))
+        return found

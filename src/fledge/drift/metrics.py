@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.decoding.statistics import AcceptanceStatistics, Overlap
 from fledge.drift.prompts import LABELS, Segment
 from fledge.drift.replay import Replayed
 from fledge.drift.result import AttentionMeans, Calibration, CalibrationBin, DepthMetrics, FusionShare, HeadAttention
@@ -72,18 +72,6 @@ def judge(replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundReco
     )
 
 
-def accepted_in(judged: Judged, records: Sequence[RoundRecord], repeated: Sequence[bool] = ()) -> AcceptanceStatistics:
-    """What the rounds came to, but for those that begin in repetition.
-
-    `repeated` says of each token of the text whether it is repetition; a round begins where its first draft is for.
-    """
-    found = AcceptanceStatistics()
-    for (drafted, accepted), record in zip(judged.outcomes, records, strict=True):
-        if not any(repeated[record.start : record.start + 1]):
-            found.add(drafted=drafted, accepted=accepted)
-    return found
-
-
 @dataclass
 class DriftSums:
     """Sums over the rounds of many sequences. `add` changes them in place."""
@@ -102,11 +90,13 @@ class DriftSums:
         tokens: Sequence[int],
         records: Sequence[RoundRecord],
         limit: int,
-        repeated: Sequence[bool] = (),
+        overlap: Overlap,
     ) -> dict[str, Any]:
-        """Add the rounds of one sequence. Returns what its `PromptRow` holds of them. `repeated`: see `accepted_in`."""
+        """Add the rounds of one sequence. Returns what its `PromptRow` holds of them."""
         judged = judge(replayed, tokens, records, limit)
-        acceptance, fresh = accepted_in(judged, records), accepted_in(judged, records, repeated)
+        rounds = [(record.start, *outcome) for record, outcome in zip(records, judged.outcomes, strict=True)]
+        acceptance, fresh = AcceptanceStatistics(), overlap.fresh(rounds)
+        acceptance.count(judged.outcomes)
         for record in records:
             self.engine_acceptance.add(drafted=record.drafted, accepted=record.accepted)
         self.acceptance = AcceptanceStatistics.merge([self.acceptance, acceptance])
@@ -118,6 +108,7 @@ class DriftSums:
         return {
             "tally": tally_triples(acceptance),
             "fresh_tally": tally_triples(fresh),
+            "novel_tally": tally_triples(overlap.novel(rounds)),
             "rounds_by_depth": tuple(int(count) for count in sums["rounds"]),
             **{name: tuple(map(_mean, totals, sums["rounds"])) for name, totals in curves.items()},
         }

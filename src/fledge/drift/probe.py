@@ -17,7 +17,7 @@ from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import tokenizer_digests, weights_digest
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.statistics import repeated_tokens
+from fledge.decoding.statistics import Overlap
 from fledge.drift.answers import Answer, AnsweredPrompts, KeptAnswers
 from fledge.drift.metrics import DriftSums
 from fledge.drift.perturb import Perturbation, PerturbationContext, perturb
@@ -143,13 +143,13 @@ class Prober:
         prompts, drafter = answered.prompts, source.drafter
         in_draft = None if drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
         sums = DriftSums(settings.depth, fusion_parts(drafter), in_draft)
-        repeated = [repeated_tokens(answer.token_ids) for answer in answered.answers]
+        asked = zip(prompts, answered.answers, strict=True)
+        overlaps = [Overlap.of(read.token_ids, answer.token_ids) for read, answer in asked]
         measured = [sums.unmeasured for _ in prompts]
         rounds = dict[int, tuple[list[RoundRecord], list[list[int]]]]()  # by prompt: how they went, what they drafted
         for i, taken, replayed in self._replayed(answered, perturbation):
             text = (*prompts[i].token_ids, *answered.answers[i].token_ids)
-            of_text = [*[False] * len(prompts[i].token_ids), *repeated[i]]
-            measured[i] = sums.add(replayed, text, taken, self._limit, of_text)
+            measured[i] = sums.add(replayed, text, taken, self._limit, overlaps[i])
             rounds[i] = taken, replayed.drafts.tolist()
             advance(0, note=f"{perturbation.name}: replay {len(rounds)}/{len(prompts)}")
         rows = [
@@ -158,7 +158,8 @@ class Prober:
                 category=read.category,
                 prompt_tokens=len(read.token_ids),
                 output_tokens=len(answer.token_ids),
-                repeated_tokens=sum(repeated[i]),
+                repeated_tokens=sum(overlaps[i].repeated),
+                copied_tokens=sum(overlaps[i].copied),
                 **measured[i],
             )
             for i, (read, answer) in enumerate(zip(prompts, answered.answers, strict=True))

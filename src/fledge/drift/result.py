@@ -106,8 +106,10 @@ class PromptRow(Record):
     prompt_tokens: int
     output_tokens: int
     repeated_tokens: int  # of the output
+    copied_tokens: int | None = None  # of the output, from the prompt; None: of an earlier version
     tally: Tally
     fresh_tally: Tally  # of the rounds that do not begin in repetition
+    novel_tally: Tally = ()  # of these, those that do not begin in a copy of the prompt either
     rounds_by_depth: tuple[int, ...]  # that drafted to each depth: what the curves are means over
     recent_attention: Curve
     sink_attention: Curve
@@ -189,6 +191,18 @@ class DriftResult(Record):
         return sum(row.repeated_tokens for row in self.prompt_rows) / max(1, self.output_tokens)
 
     @property
+    def copied_share(self) -> float | None:
+        """Of the output tokens, those inside an 8-gram that the prompt had; None where a prompt does not tell."""
+        counts = [row.copied_tokens for row in self.prompt_rows]
+        known = [count for count in counts if count is not None]
+        return sum(known) / max(1, self.output_tokens) if len(known) == len(counts) else None
+
+    @property
+    def novel_acceptance(self) -> AcceptanceStatistics:
+        """Of the rounds that begin neither in repetition nor in a copy of the prompt, where prompts tell."""
+        return statistics_of(triple for row in self.prompt_rows for triple in row.novel_tally)
+
+    @property
     def outside_vocabulary(self) -> float | None:
         """Share of all misses whose right token cannot be drafted."""
         missed = sum(depth.missed for depth in self.by_depth)
@@ -200,8 +214,10 @@ class DriftResult(Record):
             "rounds": self.acceptance.rounds,
             "outside_vocabulary": self.outside_vocabulary,
             "repeated_share": self.repeated_share,
+            "copied_share": self.copied_share,
             "acceptance": self.acceptance.to_dict(),
             "fresh_acceptance": self.fresh_acceptance.to_dict(),
+            "novel_acceptance": self.novel_acceptance.to_dict(),
             "engine_acceptance": statistics_of(self.engine_tally).to_dict(),
         }
 

@@ -52,7 +52,9 @@ class SuiteCell(Record):
     rounds: int = 0
     acceptance_length: Interval | None = None  # this and all that is compared: without repetition
     acceptance_length_with_repetition: float | None = None  # over all rounds
+    acceptance_length_without_copies: float | None = None  # nor rounds that begin in a copy of the prompt
     repeated_share: float | None = None  # of the output tokens
+    copied_share: float | None = None  # of the output tokens, from the prompt
     compared: Comparison | None = None  # acceptance length against the unperturbed run
     drift: dict[str, Any] | None = None  # see `drift_figures`
     attention: AttentionChange | None = None  # None where fewer than two depths were drafted
@@ -201,7 +203,9 @@ def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bo
             found = {"prompts": result.prompts, "rounds": result.acceptance.rounds, "drift": drift_figures(result)}
             found["acceptance_length"] = bootstrap.acceptance_length(counts)
             found["acceptance_length_with_repetition"] = result.acceptance.acceptance_length
+            found["acceptance_length_without_copies"] = result.novel_acceptance.acceptance_length
             found["repeated_share"] = result.repeated_share
+            found["copied_share"] = result.copied_share
             found["attention"] = attention_change(bootstrap, result)
             if result is not first:
                 found["compared"] = bootstrap.compare(counts, acceptance_counts(first), offset=1.0)
@@ -261,6 +265,7 @@ def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
         found |= {"al": base.acceptance_length.value, "al_low": base.acceptance_length.low}
         found["accepted_per_round"] = base.acceptance_length.value - 1
     found |= {"al_with_repetition": base.acceptance_length_with_repetition, "repetition": base.repeated_share}
+    found |= {"al_without_copies": base.acceptance_length_without_copies, "copies": base.copied_share}
     if (attention := base.attention) is not None:
         for name, one in (("recent", attention.recent), ("sink", attention.sink)):
             found |= {f"{name}_attention_change": one.change.value, f"{name}_attention_slope": one.slope.value}

@@ -28,10 +28,11 @@ from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
 from fledge.evaluation.results import (
     RequestRecord,
+    Rounds,
     Tally,
     answer_facts,
-    share_repeated,
     statistics_of,
+    statistics_of_requests,
     tally_triples,
 )
 from fledge.evaluation.workloads import Prompt, Workload, grouped
@@ -97,17 +98,12 @@ class Measurement(Record):
 
     @property
     def total(self) -> AcceptanceStatistics:
-        told = [triple for request in self.requests for triple in request.acceptance]
-        return statistics_of(told or self.counted)
+        told = self.statistics("all")
+        return told if told.rounds else statistics_of(self.counted)
 
-    @property
-    def fresh(self) -> AcceptanceStatistics:
-        """Without the rounds in repetition; none where requests do not tell."""
-        return statistics_of(triple for request in self.requests for triple in request.fresh_acceptance)
-
-    @property
-    def share_repeated(self) -> float | None:
-        return share_repeated(self.requests)
+    def statistics(self, rounds: Rounds) -> AcceptanceStatistics:
+        """Of such rounds, as far as requests tell."""
+        return statistics_of_requests(self.requests, rounds)
 
     @property
     def tokens(self) -> int:
@@ -272,7 +268,7 @@ def request_record(prompt: str, output: RequestOutput, in_draft: torch.Tensor | 
         done=output.metrics.seconds,
         **answer_facts(
             tokens,
-            prompt_tokens=len(output.prompt_token_ids),
+            prompt=output.prompt_token_ids,
             acceptance=output.metrics.acceptance,
             rounds=completion.rounds,
         ),

@@ -15,7 +15,7 @@ import numpy as np
 from fledge.decoding.drafter_statistics import BINS, Reliability, StateGrowth, Triples
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
-from fledge.evaluation.results import Results, share_repeated
+from fledge.evaluation.results import Results, statistics_of_requests, token_share
 from fledge.files import parse_json, write_json
 from fledge.records import Record
 
@@ -32,7 +32,9 @@ class BaselineCell(Record):
     acceptance_length: float
     rate_by_depth: tuple[float, ...]  # share of rounds whose draft at each depth stood
     fresh_acceptance_length: float | None = None  # without the rounds in repetition; live traffic has these too
+    novel_acceptance_length: float | None = None  # of these, without the rounds in copies of the prompt
     repeated: float | None = None  # share of the answers' tokens that are repeated
+    copied: float | None = None  # share of the answers' tokens that are copied from their prompts
     growth_by_depth: tuple[float, ...] = ()  # of the drafter's hidden state; empty: not measured
     reliability: Triples = ()  # in each tenth of confidence: drafts, their confidence summed up, those accepted
 
@@ -43,14 +45,19 @@ class BaselineCell(Record):
         *,
         temperature: float,
         depth: int,
-        fresh: AcceptanceStatistics | None = None,
+        fresh_acceptance_length: float | None = None,
+        novel_acceptance_length: float | None = None,
         repeated: float | None = None,
+        copied: float | None = None,
         growth: StateGrowth | None = None,
         reliability: Reliability | None = None,
     ) -> "BaselineCell":
-        """`statistics` has rounds; `fresh` are those outside repetition, where they are known."""
+        """`statistics` has rounds; the rest as far as it is known."""
+
+        def rounded(value: float | None) -> float | None:
+            return None if value is None else round(value, 4)
+
         triples = () if reliability is None else reliability.triples
-        fresh_length = None if fresh is None else fresh.acceptance_length
         return cls(
             growth_by_depth=() if growth is None else tuple(round(value, 4) for value in growth.by_depth),
             reliability=tuple((round(n), round(sure, 2), round(stood)) for n, sure, stood in triples),
@@ -59,8 +66,10 @@ class BaselineCell(Record):
             rounds=statistics.rounds,
             acceptance_length=round(statistics.acceptance_length or 1.0, 4),
             rate_by_depth=tuple(round(rate, 4) for rate in statistics.rate_by_depth),
-            fresh_acceptance_length=None if fresh_length is None else round(fresh_length, 4),
-            repeated=None if repeated is None else round(repeated, 4),
+            fresh_acceptance_length=rounded(fresh_acceptance_length),
+            novel_acceptance_length=rounded(novel_acceptance_length),
+            repeated=rounded(repeated),
+            copied=rounded(copied),
         )
 
     def rates(self, depth: int) -> list[float]:
@@ -135,12 +144,15 @@ def baselines(results: Results) -> dict[str, Baseline]:
         pooled = AcceptanceStatistics.merge(cell.acceptance_statistics for cell in mine)
         if one.drafter is not None and one.speculation is not None and pooled.rounds:
             depth = one.speculation["num_speculative_tokens"]
+            requests = [request for cell in mine for request in cell.good]
             cell = BaselineCell.of(
                 pooled,
                 temperature=one.temperature or 0.0,
                 depth=depth,
-                fresh=AcceptanceStatistics.merge(cell.fresh_statistics for cell in mine),
-                repeated=share_repeated(request for cell in mine for request in cell.good),
+                fresh_acceptance_length=statistics_of_requests(requests, "fresh").acceptance_length,
+                novel_acceptance_length=statistics_of_requests(requests, "novel").acceptance_length,
+                repeated=token_share(requests, "repeated_tokens"),
+                copied=token_share(requests, "copied_tokens"),
                 growth=StateGrowth.merge(StateGrowth.of(cell.state_growth) for cell in mine),
                 reliability=Reliability.merge(Reliability.of(cell.reliability) for cell in mine),
             )

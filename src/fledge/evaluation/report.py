@@ -11,15 +11,17 @@ from typing import Any
 
 import matplotlib
 
-from fledge.decoding.statistics import LOOPING, AcceptanceStatistics
+from fledge.decoding.statistics import COPYING, LOOPING, AcceptanceStatistics
 from fledge.evaluation.results import (
     Cell,
     Contender,
+    CountedTokens,
     RequestRecord,
     Results,
+    Rounds,
     conversation_of,
-    share_repeated,
     statistics_of,
+    token_share,
 )
 from fledge.evaluation.workloads import LENGTH_BUCKETS, grouped, length_bucket
 from fledge.records import Record
@@ -31,6 +33,8 @@ from fledge.report.tables import Table, TableCell, figure_cell
 
 BOOTSTRAP = Bootstrap()
 NOTHING = "-"
+ROUNDS: tuple[Rounds, ...] = ("all", "fresh", "novel")
+NOVEL = "without repetition and copies of the prompt"
 LENGTHS, MORE = "lengths", "more"  # sections of pictures: the main ones, and those of single workloads
 
 
@@ -46,8 +50,12 @@ class EvalRow(Record):
     mean: Interval | None  # of the workloads, each weighing the same; None where one of them is missing
     fresh_by_workload: Mapping[str, Interval]  # without the rounds in repetition, where each round is known
     fresh_mean: Interval | None
+    novel_by_workload: Mapping[str, Interval]  # of these, without the rounds in copies of the prompt
+    novel_mean: Interval | None
     repeated_by_workload: Mapping[str, float]  # share of the answers' tokens that are repeated
     repeated: float | None  # of all answers
+    copied_by_workload: Mapping[str, float]  # share of the answers' tokens that are copied from their prompts
+    copied: float | None
     by_category: Mapping[str, Interval]
     by_length: Mapping[str, Interval]  # of prompts up to so many tokens
     rate_by_depth: tuple[float, ...]  # share of drafts at each depth that stood
@@ -90,11 +98,11 @@ def eval_row(results: Results, contender: Contender) -> EvalRow:
         for prompt in prompts
     }
     several = grouped(cells, lambda cell: cell.workload)
-    by_workload, fresh_by_workload = (
-        {name: length for name, own in several.items() if (length := acceptance_length(own, fresh=fresh)) is not None}
-        for fresh in (False, True)
+    by_workload, fresh_by_workload, novel_by_workload = (
+        {name: length for name, own in several.items() if (length := acceptance_length(own, rounds)) is not None}
+        for rounds in ROUNDS
     )
-    repeated = {name: share_repeated(one for cell in own for one in cell.good) for name, own in several.items()}
+    answers = {name: [one for cell in own for one in cell.good] for name, own in several.items()}
     by_length = _lengths(cells, lambda _, record: length_bucket(record.prompt_tokens or 0))
     whole = AcceptanceStatistics.merge(cell.acceptance_statistics for cell in cells)
     parted = Counter(record.differs for record in records)
@@ -107,8 +115,12 @@ def eval_row(results: Results, contender: Contender) -> EvalRow:
         mean=_mean([by_workload.get(name) for name in workloads_of(results)]),
         fresh_by_workload=fresh_by_workload,
         fresh_mean=_mean([fresh_by_workload.get(name) for name in workloads_of(results)]),
-        repeated_by_workload={name: share for name, share in repeated.items() if share is not None},
-        repeated=share_repeated(records),
+        novel_by_workload=novel_by_workload,
+        novel_mean=_mean([novel_by_workload.get(name) for name in workloads_of(results)]),
+        repeated_by_workload=_shares(answers, "repeated_tokens"),
+        repeated=token_share(records, "repeated_tokens"),
+        copied_by_workload=_shares(answers, "copied_tokens"),
+        copied=token_share(records, "copied_tokens"),
         by_category=_lengths(cells, lambda workload, record: categories[workload, record.prompt]),
         by_length={name: by_length[name] for name in [*LENGTH_BUCKETS, *by_length] if name in by_length},
         rate_by_depth=whole.rate_by_depth,
@@ -129,8 +141,8 @@ def eval_row(results: Results, contender: Contender) -> EvalRow:
     )
 
 
-def looping(results: Results) -> list[str]:
-    """A warning for each temperature at which the target repeats itself too much for figures over all rounds."""
+def text_warnings(results: Results) -> list[str]:
+    """One for each temperature at which the target repeats itself, or copies, too much for figures over all rounds."""
     found: dict[str, defaultdict[str, list[RequestRecord]]] = {}
     temperatures = {one.name: one.temperature for one in results.contenders}
     for cell in results.cells:
@@ -142,27 +154,32 @@ def looping(results: Results) -> list[str]:
         found.setdefault(text, defaultdict(list))[cell.workload] += cell.good
     lines = []
     for text, workloads in found.items():
-        shares = {name: share for name, several in workloads.items() if (share := share_repeated(several)) is not None}
-        loops = [name for name, share in shares.items() if share > LOOPING]
+        repeated, copied = (_shares(workloads, tokens) for tokens in ("repeated_tokens", "copied_tokens"))
+        loops, copies = (
+            ", ".join(f"{percent(share)} of its {text} on {name}" for name, share in shares.items() if share > limit)
+            for shares, limit in ((repeated, LOOPING), (copied, COPYING))
+        )
         if loops:
-            where = ", ".join(f"{percent(shares[name])} of its {text} on {name}" for name in loops)
-            lines.append(f"the target repeats itself in {where}; figures without repetition are the ones to compare")
+            lines.append(f"the target repeats itself in {loops}; figures without repetition are the ones to compare")
+        if copies:
+            rest = f"acceptance {NOVEL} tells of the rest"
+            lines.append(f"the target copies the prompt in {copies}: figures there measure copying too; {rest}")
     return lines
 
 
-def acceptance(cells: Iterable[Cell], depths: int = 0, *, fresh: bool = False) -> Panel:
+def acceptance(cells: Iterable[Cell], depths: int = 0, *, rounds: Rounds = "all") -> Panel:
     """Columns: accepted drafts and rounds; or, of each of so many depths, drafts that stood and drafts.
 
-    `fresh`: of the rounds outside repetition, which requests alone can tell.
+    Of fresh and of novel `rounds` requests alone can tell.
 
     A cell none of whose requests tells has its own tally, as a server tells of all prompts together. The turns of a
     conversation are one prompt, and prompts of two workloads with the same id are two.
     """
     rows = []
     for cell in cells:
-        tallies = [(one.prompt, one.fresh_acceptance if fresh else one.acceptance) for one in cell.good]
+        tallies = [(one.prompt, one.tally(rounds)) for one in cell.good]
         telling = [(conversation_of(prompt), tally) for prompt, tally in tallies if tally]
-        for prompt, tally in telling or [("", () if fresh else cell.acceptance)]:
+        for prompt, tally in telling or [("", cell.acceptance if rounds == "all" else ())]:
             one = statistics_of(tally)
             sums = [sum(one.accepted_by_depth), one.rounds]
             if depths:
@@ -173,9 +190,8 @@ def acceptance(cells: Iterable[Cell], depths: int = 0, *, fresh: bool = False) -
     return Panel.collect(rows, columns=2 * (depths or 1))
 
 
-def acceptance_length(cells: Iterable[Cell], *, fresh: bool = False) -> Interval | None:
-    """Of all rounds, or of those outside repetition."""
-    return BOOTSTRAP.interval([acceptance(cells, fresh=fresh)], pooled(offset=1.0), is_share=True)
+def acceptance_length(cells: Iterable[Cell], rounds: Rounds = "all") -> Interval | None:
+    return BOOTSTRAP.interval([acceptance(cells, rounds=rounds)], pooled(offset=1.0), is_share=True)
 
 
 def acceptance_rates(cells: Sequence[Cell]) -> dict[int, Interval]:
@@ -184,6 +200,12 @@ def acceptance_rates(cells: Sequence[Cell]) -> dict[int, Interval]:
     panel = acceptance(cells, depths)
     rates = [BOOTSTRAP.interval([panel], pooled(top=2 * d, bottom=2 * d + 1), is_share=True) for d in range(depths)]
     return {depth: rate for depth, rate in enumerate(rates, start=1) if rate is not None}
+
+
+def _shares(answers: Mapping[str, Iterable[RequestRecord]], tokens: CountedTokens) -> dict[str, float]:
+    """Of such tokens, in each group of answers that tells."""
+    shares = {name: token_share(several, tokens) for name, several in answers.items()}
+    return {name: share for name, share in shares.items() if share is not None}
 
 
 def _lengths(cells: Iterable[Cell], key: Callable[[str, RequestRecord], str]) -> dict[str, Interval]:
@@ -237,6 +259,30 @@ class EvalReport:
             body = [[*label, *cells] for label, cells in zip(labels, figures, strict=True)]
             return Table.of(title, ("drafter", "K", "T", *header), body, labels=3)
 
+        def lengths(title: str, of_row: Callable[[EvalRow], Mapping[str, Interval | None]]) -> list[Table]:
+            """None, where there is one group at most."""
+            values = [of_row(row) for row in self.rows]
+            names = list(dict.fromkeys(name for value in values for name in value))
+            body = [[write(value.get(name)) for name in names] for value in values]
+            return [table(title, names, body)] if len(names) > 1 else []
+
+        def with_mean(known: Mapping[str, Interval], mean: Interval | None) -> dict[str, Interval | None]:
+            return {**dict.fromkeys(workloads_of(self.results)), **known, "mean": mean}
+
+        def shares(title: str, of_row: Callable[[EvalRow], tuple[Mapping[str, float], float | None]]) -> list[Table]:
+            """None, where nobody tells."""
+            several = [(*map(known.get, workloads_of(self.results)), whole) for known, whole in map(of_row, self.rows)]
+            body = [[NOTHING if share is None else percent(share) for share in row] for row in several]
+            is_told = any(share is not None for row in several for share in row)
+            return [table(title, [*workloads_of(self.results), "all"], body)] if is_told else []
+
+        found = lengths("Acceptance length", lambda row: with_mean(row.by_workload, row.mean))
+        if self.tells_repetition:
+            found += lengths("Without repetition", lambda row: with_mean(row.fresh_by_workload, row.fresh_mean))
+            found += shares("Repeated tokens", lambda row: (row.repeated_by_workload, row.repeated))
+        if self.tells_copies:
+            found += lengths(NOVEL.capitalize(), lambda row: with_mean(row.novel_by_workload, row.novel_mean))
+            found += shares("Tokens copied from the prompt", lambda row: (row.copied_by_workload, row.copied))
         depths = max((len(row.rate_by_depth) for row in self.rows), default=0)
         rates = [
             [
@@ -249,44 +295,24 @@ class EvalReport:
         ]
         title = "Drafts accepted at each depth, and the share of misses whose right token cannot be drafted"
         header = [*map(str, range(1, depths + 1)), "not in draft vocabulary", "rounds"]
-        names = [*workloads_of(self.results), "mean"]
-        lengths: dict[str, list[Mapping[str, Interval | None]]] = {
-            "Acceptance length": [{**dict.fromkeys(names), **row.by_workload, "mean": row.mean} for row in self.rows],
-            "Without repetition": [
-                {**dict.fromkeys(names), **row.fresh_by_workload, "mean": row.fresh_mean}
-                for row in self.rows
-                if self.tells_repetition
-            ],
-            "By category": [row.by_category for row in self.rows],
-            "By input length, prompts of up to so many tokens": [row.by_length for row in self.rows],
-        }
-        repeated = [
-            [NOTHING if share is None else percent(share) for share in self._repeated(row)] for row in self.rows
-        ]
-        found = []
-        for what, values in lengths.items():
-            names = list(dict.fromkeys(name for of_row in values for name in of_row))
-            if len(names) > 1:
-                found.append(table(what, names, [[write(of_row.get(name)) for name in names] for of_row in values]))
-        fresh = []
-        if self.tells_repetition:
-            shares = table("Repeated tokens", [*workloads_of(self.results), "all"], repeated)
-            fresh = [found.pop(1), shares]
-        return [*found[:1], *fresh, table(title, header, rates), *found[1:]]
+        found.append(table(title, header, rates))
+        found += lengths("By category", attrgetter("by_category"))
+        return found + lengths("By input length, prompts of up to so many tokens", attrgetter("by_length"))
 
     @property
     def tells_repetition(self) -> bool:
         """Results of earlier versions, and a vLLM that tells no rounds, do not."""
         return any(row.fresh_by_workload for row in self.rows)
 
-    def _repeated(self, row: EvalRow) -> list[float | None]:
-        """Of each workload, and of all."""
-        return [*map(row.repeated_by_workload.get, workloads_of(self.results)), row.repeated]
+    @property
+    def tells_copies(self) -> bool:
+        """The same; there are versions that told of repetition alone."""
+        return self.tells_repetition and any(row.copied_by_workload for row in self.rows)
 
     @property
     def notes(self) -> list[str]:
         """What must be known beside the figures."""
-        return [*looping(self.results), *self.results.notes]
+        return [*text_warnings(self.results), *self.results.notes]
 
     def markdown(self) -> str:
         """The tables for a model card, with what a reader needs to know to compare them."""
@@ -313,7 +339,8 @@ class EvalReport:
         for drafter, rows in grouped(self.rows, attrgetter("drafter")).items():
             coldest = min(row.temperature for row in rows)
             means = sorted((row.depth, row.mean.value) for row in rows if row.temperature == coldest and row.mean)
-            headline, *sentences = said("fledge.evaluation", "verdict.jinja", rows=rows, means=means, section=section)
+            about = {"rows": rows, "means": means, "copying": COPYING, "section": section}
+            headline, *sentences = said("fledge.evaluation", "verdict.jinja", **about)
             tiles = [(f"{value:.2f}", f"mean at K={depth}, T={coldest:g}", headline.tone) for depth, value in means]
             found.append(Card(name=drafter, headline=headline.text, tiles=tuple(tiles), sentences=tuple(sentences)))
         return found

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fledge.decoding.drafter_statistics import Triples
-from fledge.decoding.statistics import AcceptanceStatistics, repeated_tokens
+from fledge.decoding.statistics import AcceptanceStatistics, Overlap
 from fledge.engine.outputs import RoundRecord
 from fledge.errors import ConfigError
 from fledge.files import parse_json, read_bytes, write_text
@@ -25,6 +25,8 @@ Kind = Literal["fledge", "server", "transformers", "vllm"]  # `server`: any Open
 Difference = Literal["tie", "clear", "unchecked"]  # of the target's best two tokens where the answers part
 Status = Literal["complete", "partial", "failed"]
 Tally = tuple[tuple[int, int, int], ...]  # (drafted, accepted, rounds)
+Rounds = Literal["all", "fresh", "novel"]  # fresh: that start on no repeated token; novel: nor on a copied one
+CountedTokens = Literal["repeated_tokens", "copied_tokens"]
 _TURN = " turn "
 
 
@@ -82,10 +84,16 @@ class RequestRecord(Record):
     digest: str | None = None  # of the tokens or the text: whether two contenders said the same
     acceptance: Tally = ()  # where the contender tells
     fresh_acceptance: Tally = ()  # of the rounds outside repetition, where it tells of each round
+    novel_acceptance: Tally = ()  # of those among them that start on no token copied from the prompt
     repeated_tokens: int | None = None  # of its output, see `decoding/statistics.py`; None: not known
+    copied_tokens: int | None = None  # of its output, from its prompt; some may be repeated too
     missed: int | None = None  # drafts refused whose right token is known
     missed_outside: int | None = None  # of these, those whose right token is not in the draft vocabulary
     differs: Difference | None = None  # from the target's own greedy answer
+
+    def tally(self, rounds: Rounds) -> Tally:
+        """Of all rounds, of the fresh ones or of the novel ones."""
+        return {"all": self.acceptance, "fresh": self.fresh_acceptance, "novel": self.novel_acceptance}[rounds]
 
     def to_dict(self) -> dict[str, Any]:
         """Without what is as usual: there may be ten thousand."""
@@ -117,13 +125,8 @@ class Cell(Record):
     @property
     def acceptance_statistics(self) -> AcceptanceStatistics:
         """Pooled over the requests that tell, or the cell's own tally."""
-        told = [triple for request in self.good for triple in request.acceptance]
-        return statistics_of(told or self.acceptance)
-
-    @property
-    def fresh_statistics(self) -> AcceptanceStatistics:
-        """Of the rounds outside repetition, where requests tell."""
-        return statistics_of(triple for request in self.good for triple in request.fresh_acceptance)
+        told = statistics_of_requests(self.good)
+        return told if told.rounds else statistics_of(self.acceptance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,26 +180,27 @@ def tally_triples(statistics: AcceptanceStatistics) -> Tally:
 
 
 def answer_facts(
-    tokens: Sequence[int], *, prompt_tokens: int, acceptance: AcceptanceStatistics, rounds: Iterable[RoundRecord]
+    tokens: Sequence[int], *, prompt: Sequence[int], acceptance: AcceptanceStatistics, rounds: Sequence[RoundRecord]
 ) -> dict[str, Any]:
-    """What a `RequestRecord` says of an answer. A round that starts on a repeated token is not fresh."""
-    repeated = repeated_tokens(tokens)
-    fresh = AcceptanceStatistics.outside_repetition(rounds, repeated, prompt_tokens=prompt_tokens)
+    """What a `RequestRecord` says of the answer `tokens` to the tokens of a prompt."""
+    overlap = Overlap.of(prompt, tokens)
     return {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": len(prompt),
         "output_tokens": len(tokens),
         "digest": token_digest(tokens),
         "acceptance": tally_triples(acceptance),
-        "fresh_acceptance": tally_triples(fresh),
-        "repeated_tokens": sum(repeated),
+        "fresh_acceptance": tally_triples(overlap.fresh(rounds)),
+        "novel_acceptance": tally_triples(overlap.novel(rounds)),
+        "repeated_tokens": sum(overlap.repeated),
+        "copied_tokens": sum(overlap.copied),
     }
 
 
-def share_repeated(requests: Iterable[RequestRecord]) -> float | None:
-    """Of the tokens of requests that tell; None where none does."""
-    known = [(one.repeated_tokens, one.output_tokens) for one in requests if one.repeated_tokens is not None]
-    total = sum(tokens for _, tokens in known)
-    return sum(repeated for repeated, _ in known) / total if total else None
+def token_share(requests: Iterable[RequestRecord], tokens: CountedTokens) -> float | None:
+    """Of the output of requests that tell; None where none does."""
+    known = [(count, one.output_tokens) for one in requests if (count := getattr(one, tokens)) is not None]
+    total = sum(output for _, output in known)
+    return sum(count for count, _ in known) / total if total else None
 
 
 def statistics_of(tally: Iterable[tuple[int, int, int]]) -> AcceptanceStatistics:
@@ -205,6 +209,11 @@ def statistics_of(tally: Iterable[tuple[int, int, int]]) -> AcceptanceStatistics
     for drafted, accepted, rounds in tally:
         counts[drafted, accepted] += rounds
     return AcceptanceStatistics(tally=counts)
+
+
+def statistics_of_requests(requests: Iterable[RequestRecord], rounds: Rounds = "all") -> AcceptanceStatistics:
+    """Pooled over the requests that tell of such rounds."""
+    return statistics_of(triple for request in requests for triple in request.tally(rounds))
 
 
 def write_results(results: Results, path: Path) -> None:

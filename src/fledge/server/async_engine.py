@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.statistics import AcceptanceStatistics, repeated_tokens
+from fledge.decoding.statistics import AcceptanceStatistics, Overlap
 from fledge.engine.constraint import CONSTRAINT_FAILURE
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.llm import next_int64
@@ -370,16 +370,23 @@ class Generation:
         return usage
 
     def _acceptance(self) -> dict[str, Any]:
-        """How drafting went in the answers that have ended, and how without the rounds inside repetition."""
-        whole, fresh, tokens = [], [], 0
-        for text in self._texts:
+        """How drafting went in the answers that have ended; without the rounds in repetition; nor those in copies."""
+        whole, fresh, novel, counts = [], [], [], {"repeated_tokens": 0, "copied_tokens": 0}
+        for number, text in enumerate(self._texts):
             if (metrics := text.metrics) is not None:
-                repeated, prompt = repeated_tokens(text.token_ids), metrics.prompt_tokens
+                overlap = Overlap.of(self.prompts[number // self.n], text.token_ids)
                 whole.append(metrics.acceptance)
-                fresh.append(AcceptanceStatistics.outside_repetition(metrics.rounds, repeated, prompt_tokens=prompt))
-                tokens += sum(repeated)
-        told = AcceptanceStatistics.merge(fresh).to_dict() if any(part.tally for part in fresh) else None
-        return {**AcceptanceStatistics.merge(whole).to_dict(), "outside_repetition": told, "repeated_tokens": tokens}
+                fresh.append(overlap.fresh(metrics.rounds))
+                novel.append(overlap.novel(metrics.rounds))
+                counts["repeated_tokens"] += sum(overlap.repeated)
+                counts["copied_tokens"] += sum(overlap.copied)
+        parts = {"outside_repetition": fresh, "novel": novel}
+        told = {name: AcceptanceStatistics.merge(part) for name, part in parts.items()}
+        return {
+            **AcceptanceStatistics.merge(whole).to_dict(),
+            **{name: part.to_dict() if part.rounds else None for name, part in told.items()},
+            **counts,
+        }
 
 
 def _raise(error: FledgeError | None) -> None:

@@ -89,11 +89,12 @@ def test_acceptance_is_compared_prompt_by_prompt():
     assert told[EAGLE_3].verdict == "same"
 
 
-def test_acceptance_without_repetition_is_compared_where_both_sides_tell():
+@pytest.mark.parametrize("rounds", ["fresh", "novel"])
+def test_acceptance_without_repetition_or_copies_is_compared_where_both_sides_tell(rounds):
     def told(results, *, loops: bool):
         def fresh(r):
             kept = tuple((d, 0 if loops else a, n) for d, a, n in r.acceptance)
-            return replace(r, fresh_acceptance=kept)
+            return replace(r, **{f"{rounds}_acceptance": kept})
 
         cells = [replace(cell, requests=tuple(map(fresh, cell.requests))) for cell in results.cells]
         return replace(results, cells=tuple(cells))
@@ -101,8 +102,8 @@ def test_acceptance_without_repetition_is_compared_where_both_sides_tell():
     results = before(repeats=1)
     found = compare(told(results, loops=False), told(results, loops=True))
     verdict = {one.metric: one.verdict for one in found.changes if (one.contender, str(one.load)) == (EAGLE_3, "C=1")}
-    assert (verdict["acceptance"], verdict["fresh-acceptance"]) == ("same", "worse")
-    assert not [one for one in compare(results, results).changes if one.metric == "fresh-acceptance"]
+    assert (verdict["acceptance"], verdict[f"{rounds}-acceptance"]) == ("same", "worse")
+    assert not [one for one in compare(results, results).changes if one.metric == f"{rounds}-acceptance"]
 
 
 def test_between_machines_only_ratios_to_the_own_baseline_are_compared():

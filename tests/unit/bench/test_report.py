@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fledge.bench.report import BenchReport
+from fledge.bench.report import BenchReport, rounds_table, speed_table
 from fledge.bench.summary import Summary, summaries
 from fledge.bench.verdict import Reference, disappointments, overall, verdicts, warnings
 from fledge.errors import ConfigError
-from fledge.evaluation.results import Load, Results
+from fledge.evaluation.results import Load, RequestRecord, Results
 from tests.bench_results import EAGLE_3, EAGLE_3_1, PLAIN, make_eval_results, make_results
 from tests.html_page import Page
 
@@ -236,3 +236,38 @@ def test_results_with_next_to_nothing_in_them_still_make_a_page(tmp_path: Path, 
     if what == "one request":
         assert "measured once: no interval" in page.text
     assert "95 % intervals" in report.to_markdown()
+
+
+def test_copies_of_the_prompt_are_told_apart() -> None:
+    def half(r: RequestRecord, *, copied: int | None) -> RequestRecord:
+        """All fresh; of the rounds one in two is novel, and none of these accepts anything."""
+        novel = () if copied is None else tuple((d, 0, n) for d, _, n in r.acceptance)
+        tokens = None if copied is None else copied * r.output_tokens // 2
+        return replace(
+            r, fresh_acceptance=r.acceptance, novel_acceptance=novel, repeated_tokens=0, copied_tokens=tokens
+        )
+
+    def told(copied: int | None) -> BenchReport:
+        cells = [replace(c, requests=tuple(half(r, copied=copied) for r in c.requests)) for c in FINE.cells]
+        return BenchReport(summaries=summaries([replace(FINE, cells=tuple(cells))]), title="x")
+
+    copying, older = told(1), told(None)
+    (summary,) = copying.summaries
+    assert {length.value for length in summary.lengths_of(EAGLE_3, "novel").values()} == {1.0}
+    assert all(length.value > 1.0 for length in summary.lengths_of(EAGLE_3, "fresh").values())
+    assert "| without repetition and copies of the prompt |" in copying.to_markdown()
+    assert "copied tokens" in rounds_table(summary).header
+    assert "copied tokens" not in speed_table(summary).header  # it is wide enough
+    assert any("the target copies the prompt in 50 % of its greedy text on" in line for line in warnings(summary))
+    spoken = " ".join(sentence.text for card in verdicts(summary) for sentence in card.sentences)
+    assert "Without repetition and copies of the prompt: 1.00" in spoken
+    between = next(one.text for one in overall(summary) if one.text.startswith("The acceptance length of"))
+    assert re.search(
+        r"as far ahead: 1\.\d+ times .*\. Without repetition and copies of the prompt: 1\.00 times", between
+    )
+    (before,) = older.summaries
+    assert not [one.text for one in overall(before) if "copies of the prompt" in one.text]
+    assert before.tells_repetition
+    assert not before.tells_copies
+    assert "copies of the prompt" not in older.to_markdown()
+    assert "copied tokens" not in rounds_table(before).header

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.decoding.statistics import AcceptanceStatistics, repeated_tokens
+from fledge.decoding.statistics import AcceptanceStatistics, Overlap, copied_tokens, repeated_tokens
 
 ROUNDS = st.lists(st.integers(0, 6).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d))), max_size=30)
 
@@ -38,12 +38,53 @@ def test_repetition_is_what_is_inside_an_ngram_seen_before():
     assert repeated_tokens([]) == []
 
 
-def test_a_round_is_left_out_if_it_starts_in_repetition():
-    repeated = [False, False, True, True]
-    rounds = [(0, 3, 1), (1, 3, 2), (2, 3, 3), (4, 3, 0)]  # the last starts after a trimmed answer's end
-    found = AcceptanceStatistics.outside_repetition(rounds, repeated)
-    assert found.tally == {(3, 1): 1, (3, 2): 1, (3, 0): 1}
-    assert AcceptanceStatistics.outside_repetition([(2, 3, 3)], repeated).acceptance_length is None
+def places(marked) -> list[int]:
+    return [place for place, is_marked in enumerate(marked) if is_marked]
+
+
+def test_a_copy_is_what_is_inside_an_ngram_that_began_in_the_prompt():
+    prompt = [1, 2, 3, 4, 5, 0]
+    assert places(copied_tokens(prompt, [9, 2, 3, 4, 9, 4, 5, 9], n=3)) == [1, 2, 3]  # two tokens are not three
+    assert places(copied_tokens(prompt, [1, 2, 3, 4, 5, 6], n=3)) == [0, 1, 2, 3, 4]
+    assert places(copied_tokens(prompt, [7, 8, 9, 7, 8, 9], n=3)) == []  # it repeats itself, which is no copy
+    assert places(copied_tokens(list(range(40)), [*range(10, 18), 50, *range(30, 37)])) == list(range(8))
+
+
+def test_a_copy_across_the_border_of_prompt_and_answer():
+    #     prompt     | answer         An answer that goes on as the prompt did before has to do so for a whole n-gram:
+    # 1 2 3 4 5 1 2  | 3 4 9          the tokens of a template at the border would make one of less.
+    assert places(copied_tokens([1, 2, 3, 4, 5, 1, 2], [3, 4, 9], n=3)) == []
+    assert places(copied_tokens([1, 2, 3, 4, 5, 1, 2], [3, 4, 5], n=3)) == [0, 1, 2]
+    # What it copies may itself reach over the border: 1 2 | 3 9 1 2 3.
+    assert places(copied_tokens([0, 1, 2], [3, 9, 1, 2, 3], n=3)) == [2, 3, 4]
+    assert places(copied_tokens([0, 1, 2], [3, 4, 9, 3, 4, 9], n=3)) == []  # began in the answer
+    assert places(copied_tokens([5], [5, 5, 5], n=3)) == [0, 1, 2]  # a loop that began in the prompt
+
+
+def test_a_prompt_or_an_answer_shorter_than_an_ngram_has_no_copies():
+    assert copied_tokens([], [1, 2, 3, 4], n=3) == [False] * 4
+    assert copied_tokens([1, 2], [1, 2, 9, 8], n=3) == [False] * 4
+    assert copied_tokens([1, 2, 3], [1, 2], n=3) == [False] * 2
+    assert copied_tokens([1, 2, 3], [], n=3) == []
+
+
+@given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12), st.integers(1, 4))
+def test_copies_against_a_plain_search(prompt, answer, n):
+    text, expected = prompt + answer, [False] * len(answer)
+    for start in range(len(answer) - n + 1):
+        if any(text[place : place + n] == answer[start : start + n] for place in range(len(prompt))):
+            expected[start : start + n] = [True] * n
+    assert copied_tokens(prompt, answer, n) == expected
+
+
+def test_a_round_is_left_out_if_it_starts_on_a_token_that_was_there_before():
+    overlap = Overlap(5, repeated=[False, False, True, True], copied=[False, True, True, False])
+    rounds = [(5, 3, 1), (6, 3, 2), (7, 3, 3), (8, 2, 2), (9, 3, 0)]  # the last starts after a trimmed answer's end
+    assert overlap.fresh(rounds).tally == {(3, 1): 1, (3, 2): 1, (3, 0): 1}
+    assert overlap.novel(rounds).tally == {(3, 1): 1, (3, 0): 1}
+    assert overlap.fresh([(7, 3, 3)]).acceptance_length is None
+    found = Overlap.of([90, *range(8)], [*range(20, 28), *range(20, 28), *range(8)])
+    assert (found.prompt_tokens, places(found.repeated), places(found.copied)) == (9, [*range(8, 16)], [*range(16, 24)])
 
 
 def test_no_rounds_is_no_figure():

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from fledge.decoding.statistics import Overlap
 from fledge.drift.metrics import DriftSums, judge
 from fledge.drift.prompts import LABELS, Segment
 from fledge.drift.replay import Replayed
@@ -12,6 +13,7 @@ from fledge.drift.result import PromptRow
 from fledge.engine.outputs import RoundRecord
 
 TEXT = [9, 9, 9, 1, 2, 3, 4, 5]  # places 0 to 7
+NOVEL = Overlap.of(TEXT[:3], TEXT[3:])
 
 
 def made(starts: Sequence[int], drafts: Sequence[Sequence[int]], **changes: torch.Tensor) -> Replayed:
@@ -83,13 +85,14 @@ def test_nothing_is_drafted_where_there_is_no_room() -> None:
     assert judged.outcomes == ((2, 2),)
 
 
-def test_rounds_that_begin_in_repetition_are_counted_apart() -> None:
+def test_rounds_that_begin_in_repetition_or_a_copy_are_counted_apart() -> None:
     sums = DriftSums(2, ["a", "b"], None)
-    repeated = [place in (4, 5) for place in range(len(TEXT))]
+    overlap = Overlap(3, repeated=[False, True, True, False, False], copied=[True, False, False, False, False])
     records = [record(3, 2, 1), record(5, 2, 2), record(8, 2, 0)]  # the last begins where the text ends
-    measured = sums.add(made([3, 5, 8], [[1, 7], [3, 4], [1, 1]]), TEXT, records, 100, repeated)
+    measured = sums.add(made([3, 5, 8], [[1, 7], [3, 4], [1, 1]]), TEXT, records, 100, overlap)
     assert measured["tally"] == ((2, 0, 1), (2, 1, 1), (2, 2, 1))
     assert measured["fresh_tally"] == sums.figures()["fresh_tally"] == ((2, 0, 1), (2, 1, 1))
+    assert measured["novel_tally"] == ((2, 0, 1),)
     assert [depth.acceptance for depth in sums.figures()["by_depth"]] == [0.5, 0.0]
 
 
@@ -110,7 +113,7 @@ def test_means_by_depth() -> None:
         hidden_rms=torch.tensor([[2.0, 4.0], [2.0, 6.0]]),
         contributions=torch.tensor([[1.0, 3.0], [1.0, 1.0]]),
     )
-    sums.add(replayed, TEXT, [record(3, 2, 2), record(4, 2, 1)], 100)
+    sums.add(replayed, TEXT, [record(3, 2, 2), record(4, 2, 1)], 100, NOVEL)
     first, second = sums.figures()["by_depth"]
     assert (first.depth, first.rounds, second.depth) == (1, 2, 2)
     assert first.attention.mass == {label: float(label == "sink") for label in LABELS}
@@ -139,6 +142,7 @@ def test_cosines_are_of_rounds_whose_drafts_before_are_right() -> None:
         TEXT,
         [record(3, 3, 0), record(6, 3, 2)],
         100,
+        NOVEL,
     )
     found = [depth.head_cosine for depth in sums.figures()["by_depth"]]
     assert found[:2] == pytest.approx([0.3, 0.6])  # at depth 2 the first round has gone wrong
@@ -149,7 +153,9 @@ def test_misses_that_no_draft_could_have_avoided() -> None:
     in_draft = torch.ones(10, dtype=torch.bool)
     in_draft[2] = False
     sums = DriftSums(2, ["a", "b"], in_draft)
-    sums.add(made([3, 4, 5], [[1, 7], [8, 3], [7, 4]]), TEXT, [record(3, 2, 1), record(4, 2, 0), record(5, 2, 0)], 100)
+    sums.add(
+        made([3, 4, 5], [[1, 7], [8, 3], [7, 4]]), TEXT, [record(3, 2, 1), record(4, 2, 0), record(5, 2, 0)], 100, NOVEL
+    )
     assert [(d.missed, d.missed_outside_vocabulary) for d in sums.figures()["by_depth"]] == [(2, 1), (1, 1)]
 
 
@@ -157,7 +163,7 @@ def test_calibration() -> None:
     confidence = torch.tensor([[0.95, 0.15], [0.85, 1.0], [0.95, 0.0]])
     sums = DriftSums(2, ["a", "b"], None)
     records = [record(3, 2, 1), record(4, 2, 2), record(5, 2, 0)]
-    sums.add(made([3, 4, 5], [[1, 7], [2, 3], [7, 4]], confidence=confidence), TEXT, records, 100)
+    sums.add(made([3, 4, 5], [[1, 7], [2, 3], [7, 4]], confidence=confidence), TEXT, records, 100, NOVEL)
     first, second = (depth.calibration for depth in sums.figures()["by_depth"])
     assert [found.count for found in first.bins] == [0] * 8 + [1, 2]
     assert (first.bins[9].confidence, first.bins[9].right) == (pytest.approx(0.95), 0.5)
@@ -175,7 +181,7 @@ def test_depths_that_few_rounds_have_room_for() -> None:
     recent = torch.tensor([0.5, 0.7])[:, None, None, None] * torch.tensor([0.5, 1.5])  # of two rounds and two heads
     replayed = made([3, 4], [[1, 2, 3], [2, 3, 4]], feature_rms=rms, recent=recent.expand(2, 3, 1, 2))
     sums = DriftSums(3, ["a", "b"], None)
-    measured = sums.add(replayed, TEXT, [record(3, 2, 2), record(4, 1, 1)], limit=6)
+    measured = sums.add(replayed, TEXT, [record(3, 2, 2), record(4, 1, 1)], 6, NOVEL)
     second = sums.figures()["by_depth"][1]
     assert len(sums.figures()["by_depth"]) == 2  # nobody has room for a third
     assert (second.rounds, second.feature_rms, second.feature_growth) == (1, 2.0, 2.0)

@@ -80,6 +80,8 @@ RESULT = DriftResult(
             prompt_tokens=10,
             output_tokens=20,
             repeated_tokens=8,
+            copied_tokens=5,
+            novel_tally=((1, 0, 1),),
             tally=((1, 0, 2), (2, 2, 3)),
             fresh_tally=((1, 0, 2), (2, 2, 1)),
             rounds_by_depth=(5, 3),
@@ -108,6 +110,16 @@ def test_a_result_survives_json() -> None:
     assert restored == RESULT
     assert hash(restored.by_depth[0].calibration) == hash(CALIBRATION)  # tuples again, not lists
     assert json.dumps(restored.to_dict()) == written
+    assert (restored.copied_share, restored.novel_acceptance.acceptance_length) == (0.25, 1.0)
+
+
+def test_a_result_from_before_copies_were_told_can_be_read() -> None:
+    values = RESULT.to_dict()
+    for row in values["prompt_rows"]:
+        del row["copied_tokens"], row["novel_tally"]
+    older = DriftResult.from_dict(values)
+    assert (older.copied_share, older.novel_acceptance.acceptance_length) == (None, None)
+    assert older.fresh_acceptance == RESULT.fresh_acceptance
 
 
 def test_figures_follow_from_the_tally() -> None:

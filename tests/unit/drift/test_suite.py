@@ -258,6 +258,20 @@ def test_acceptance_leaves_repetition_out_and_gives_the_whole_beside_it():
     assert found["repetition"] == pytest.approx(0.4)
 
 
+def test_acceptance_without_copies_of_the_prompt_is_given_where_prompts_tell():
+    older = drift_result({"a": (10, 20), "b": (12, 20)})
+    rows = tuple(replace(row, novel_tally=((3, 0, 3), (3, 1, 1)), copied_tokens=3) for row in older.prompt_rows)
+    cell = SuiteCell(drafter="one", perturbation=UNPERTURBED, kinds=(), left_out={}, skip=None)
+    found = [
+        figures(summarise([cell], {("one", UNPERTURBED): one}, workload="made up", bootstrap=QUICK), "one")
+        for one in (older, replace(older, prompt_rows=rows))
+    ]
+    assert not {"al_without_copies", "copies"} & set(found[0])
+    assert found[1]["al_without_copies"] == pytest.approx(1 + 1 / 4)
+    assert found[1]["copies"] == pytest.approx(0.6)
+    assert found[1]["al"] == found[0]["al"]
+
+
 def test_eagle_1_has_no_layers_to_share():
     result = drift_result({"a": (1, 2)}, shares={"embedding": 0.4, "final state": 0.6})
     assert drift_figures(result)["top_layer_share"] is None

@@ -63,6 +63,16 @@ def test_a_target_that_loops_is_named():
     assert not [one for one in verdict().sentences if "repetition" in one.text or "loops" in one.text]
 
 
+def test_copies_of_the_prompt_are_named():
+    suite, results = made_up()
+    cell = replace(suite.cells[0], copied_share=0.71, acceptance_length_without_copies=1.45)
+    found = verdicts(replace(suite, cells=(cell,)), results)[0]
+    assert sentence(found, "71 % of the tokens copy the prompt").text.endswith(
+        "which is easy to draft: without the rounds that begin there acceptance length is 1.45."
+    )
+    assert not [one for one in verdict().sentences if "copy" in one.text]
+
+
 def test_what_cannot_be_measured_is_not_judged():
     shallow = verdict(recent={"drafter": (0.0,)})
     assert (shallow.headline, shallow.tone) == ("Not measured", "neutral")

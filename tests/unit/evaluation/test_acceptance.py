@@ -23,7 +23,7 @@ from fledge.evaluation.acceptance import (
     request_record,
 )
 from fledge.evaluation.dialogue import answer_seed
-from fledge.evaluation.results import RequestRecord, answer_facts, share_repeated
+from fledge.evaluation.results import RequestRecord, answer_facts, token_share
 from fledge.evaluation.workloads import Prompt, Workload, spread
 from fledge.models.drafter.variants import EAGLE_3_1
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
@@ -171,14 +171,27 @@ def test_a_request_tells_of_its_rounds_outside_repetition() -> None:
     rounds = [RoundRecord(5 + 1, 3, 1), RoundRecord(5 + 7, 3, 2), RoundRecord(5 + 8, 3, 3)]
     every = AcceptanceStatistics()
     every.count((one.drafted, one.accepted) for one in rounds)
-    facts = answer_facts(tokens, prompt_tokens=5, acceptance=every, rounds=rounds)
+    facts = answer_facts(tokens, prompt=[90] * 5, acceptance=every, rounds=rounds)
     record = RequestRecord(prompt="p", sent=0.0, **facts)
     assert record.acceptance == ((3, 1, 1), (3, 2, 1), (3, 3, 1))
-    assert record.fresh_acceptance == ((3, 1, 1), (3, 2, 1))
-    assert share_repeated([record]) == 16 / 24
-    assert share_repeated([replace(record, repeated_tokens=None)]) is None
+    assert record.fresh_acceptance == record.novel_acceptance == ((3, 1, 1), (3, 2, 1))
+    assert (token_share([record], "repeated_tokens"), token_share([record], "copied_tokens")) == (16 / 24, 0.0)
+    assert token_share([replace(record, repeated_tokens=None)], "repeated_tokens") is None
     measured = Measurement(requests=(record,), different=(), seconds=1.0)
-    assert (measured.total.acceptance_length, measured.fresh.acceptance_length) == (3.0, 2.5)
+    assert (measured.total.acceptance_length, measured.statistics("fresh").acceptance_length) == (3.0, 2.5)
+
+
+def test_a_request_tells_of_its_rounds_outside_copies_of_the_prompt() -> None:
+    prompt, tokens = list(range(20)), [50, *range(4, 13), 51, 52]  # nine tokens are copied, none is repeated
+    rounds = [RoundRecord(20 + 1, 3, 3), RoundRecord(20 + 9, 3, 2), RoundRecord(20 + 10, 3, 0)]
+    every = AcceptanceStatistics()
+    every.count((one.drafted, one.accepted) for one in rounds)
+    record = RequestRecord(prompt="p", sent=0.0, **answer_facts(tokens, prompt=prompt, acceptance=every, rounds=rounds))
+    assert (record.prompt_tokens, record.copied_tokens, record.repeated_tokens) == (20, 9, 0)
+    assert record.fresh_acceptance == record.acceptance == ((3, 0, 1), (3, 2, 1), (3, 3, 1))
+    assert record.novel_acceptance == ((3, 0, 1),)
+    assert [len(record.tally(rounds)) for rounds in ("all", "fresh", "novel")] == [3, 3, 1]
+    assert RequestRecord.from_dict(record.to_dict(), "record") == record
 
 
 def test_first_difference() -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.contract import INFLATED
 from fledge.checkpoints.drafter import save_drafter
-from fledge.checkpoints.target import save_target
+from fledge.checkpoints.target import load_target, save_target
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
 from fledge.evaluation import acceptance, evaluate
@@ -21,12 +21,13 @@ from fledge.evaluation.acceptance import AcceptanceMeter, Measurement, TargetAns
 from fledge.evaluation.baseline import baselines
 from fledge.evaluation.evaluate import EvalSettings, run_eval
 from fledge.evaluation.report import EvalReport, plus_minus
-from fledge.evaluation.results import Results, read_results, write_results
+from fledge.evaluation.results import Results, read_results, statistics_of, write_results
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.models.drafter.variants import EAGLE_3, EAGLE_3_1
 from fledge.progress import Progress
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+from tests.tiny_training import write_target
 
 QUIET = Progress(quiet=True)
 
@@ -142,6 +143,57 @@ def test_baselines_pool_the_workloads(measured: Results) -> None:
             assert cell.rate_by_depth == pytest.approx(pooled.rate_by_depth, abs=1e-4)
 
 
+def test_baselines_have_acceptance_without_repetition_and_without_copies(measured: Results) -> None:
+    tallies = {"fresh_acceptance": ((3, 1, 4),), "novel_acceptance": ((3, 3, 1), (3, 0, 1))}
+    counts = {"repeated_tokens": 3, "copied_tokens": 6}
+    cells = [
+        replace(cell, requests=tuple(replace(one, output_tokens=12, **tallies, **counts) for one in cell.requests))
+        for cell in measured.cells
+    ]
+    for baseline in baselines(replace(measured, cells=tuple(cells))).values():
+        for cell in baseline.cells:
+            assert (cell.fresh_acceptance_length, cell.novel_acceptance_length) == (2.0, 2.5)
+            assert (cell.repeated, cell.copied) == (0.25, 0.5)
+
+
+def test_copies_of_the_prompt_are_told_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This target's next token follows from the last one: given its loop it goes on copying, else it is led into it."""
+    write_target(tmp_path / "target")
+    target = load_target(tmp_path / "target")
+    save_drafter(make_drafter(EAGLE_3_1.config_for(target.config), target), tmp_path / "full")
+    (said,) = LLM(tmp_path / "target", device="cpu").generate([[70]], SamplingParams(temperature=0.0, max_tokens=60))
+    answer = said.outputs[0].token_ids
+    assert [answer.index(token) for token in answer[6:16]] == [
+        6,
+        7,
+        8,
+        9,
+        10,
+    ] * 2  # six tokens lead into a loop of five
+    asked = {"given": (70, *answer), "led": (70,)}
+    workloads = [
+        Workload(name=name, prompts=(Prompt(id=name, category="c", token_ids=ids),), source="here", licence="mine")
+        for name, ids in asked.items()
+    ]
+    monkeypatch.setattr(evaluate, "with_token_ids", lambda workload, _: workload)
+    found = run_eval(settings(tmp_path, "full", temperatures=(0.0,), max_tokens=60), workloads, QUIET)
+    given, led = (cell.requests[0] for cell in found.cells)
+    assert (led.output_tokens, led.repeated_tokens) == (60, 60 - 11)
+    report = EvalReport(found)
+    (row,) = report.rows
+    assert row.copied_by_workload == {"given": 1.0, "led": 0.0}
+    assert given.acceptance
+    assert not given.novel_acceptance
+    assert 0 < statistics_of(led.novel_acceptance).rounds < statistics_of(led.acceptance).rounds
+    assert led.novel_acceptance == led.fresh_acceptance
+    assert set(row.novel_by_workload) == {"led"}
+    assert any("copies the prompt in 100 % of its greedy text on given" in note for note in report.notes)
+    (baseline,) = baselines(found).values()
+    (cell,) = baseline.cells
+    assert cell.copied == 0.5
+    assert cell.novel_acceptance_length == pytest.approx(statistics_of(led.novel_acceptance).acceptance_length)
+
+
 def test_sampled_answers_follow_the_seed(pair: Path) -> None:
     def digests(seed: int) -> list[str | None]:
         found = run_eval(settings(pair, "full", temperatures=(1.0,), seed=seed), [ONE], QUIET)
@@ -169,7 +221,7 @@ def test_results_survive_the_file(measured: Results, tmp_path: Path) -> None:
 def test_the_markdown_has_every_row_and_says_how(measured: Results) -> None:
     text = EvalReport(measured).markdown()
     assert "| drafter | K | T | two | one | mean |" in text
-    assert text.count("\n| half | 3 | 1 |") == 6 - 1  # one bucket only: no table by input length
+    assert text.count("\n| half | 3 | 1 |") == 8 - 1  # one bucket only: no table by input length
     assert "| drafter | K | T | x | y |" in text
     assert "1 + accepted drafts / rounds" in text
     assert "Target `target`, float32" in text
@@ -189,7 +241,7 @@ def test_tables_are_split_to_fit_the_terminal(measured: Results) -> None:
     narrow = headers(40)
     assert narrow[:3] == [["two"], ["one"], ["mean"]]
     assert [name for part in narrow for name in part] == [name for part in headers(200) for name in part]
-    assert shown(200)[3].columns[-1].header.plain == "rounds"
+    assert shown(200)[5].columns[-1].header.plain == "rounds"
     for table in shown(40):
         assert len({len(column._cells) for column in table.columns}) == 1
 

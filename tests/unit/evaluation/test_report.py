@@ -88,6 +88,38 @@ def test_without_repetition_and_a_target_that_loops() -> None:
     assert (older.notes, older.rows[0].repeated, older.tells_repetition) == ([], None, False)
 
 
+def test_copies_of_the_prompt_are_told_apart() -> None:
+    plain = made_up(("a", "1", (2, 2, 9), 5), ("a", "2", (2, 2, 9), 5), ("b", "1", (2, 1, 9), 5))
+    fresh = repeating(plain, 0, 0)
+
+    def copying(one: RequestRecord, copied: int) -> RequestRecord:
+        return replace(one, copied_tokens=copied, novel_acceptance=((2, 1, 2), (2, 0, 2)))
+
+    cells = [
+        replace(cell, requests=tuple(copying(one, copied) for one in cell.requests))
+        for cell, copied in zip(fresh.cells, (2, 0), strict=True)
+    ]
+    report = EvalReport(replace(fresh, cells=tuple(cells)))
+    (row,) = report.rows
+    assert {name: length.value for name, length in row.novel_by_workload.items()} == {"a": 1.5, "b": 1.5}
+    assert (row.novel_mean.value, row.fresh_mean.value, row.mean.value) == (1.5, 1.0, 2.5)
+    assert (row.copied_by_workload, row.copied) == ({"a": 2 / 3, "b": 0.0}, 4 / 9)
+    titles = ["Without repetition and copies of the prompt", "Tokens copied from the prompt"]
+    assert [table.title for table in report.tables()][3:5] == titles
+    (line,) = report.notes
+    assert line.startswith("the target copies the prompt in 67 % of its text on a: figures there measure copying too")
+    assert f"Note: {line}." in report.markdown()
+    sentences = [one.text for one in report.cards("x")[0].sentences]
+    assert "without repetition 1.00, nor copies of the prompt 1.50, drafting 2 ahead." in sentences[0]
+    assert "67 % of the tokens on a copy the prompt: figures there measure copying too." in sentences
+    assert not [one for one in sentences if "tokens on b" in one]
+
+    older = EvalReport(fresh)  # of a version that told of repetition alone
+    assert (older.tells_copies, older.rows[0].copied, older.notes) == (False, None, [])
+    assert "Tokens copied from the prompt" not in [table.title for table in older.tables()]
+    assert not [one for one in older.cards("x")[0].sentences if "cop" in one.text]
+
+
 def test_figures_by_hand() -> None:
     row = only_row(
         made_up(

@@ -90,8 +90,8 @@ async def at_rest(engine: AsyncEngine) -> None:
     assert engine.active == 0
 
 
-def test_a_report_tells_rounds_outside_repetition_apart() -> None:
-    rounds = (RoundRecord(9, 2, 1), RoundRecord(9 + 9, 2, 2), RoundRecord(9 + 16, 2, 0))
+def test_a_report_tells_rounds_outside_repetition_and_copies_apart() -> None:
+    rounds = (RoundRecord(9, 2, 1), RoundRecord(9 + 9, 2, 2), RoundRecord(9 + 16, 2, 0), RoundRecord(9 + 17, 2, 2))
     acceptance = AcceptanceStatistics()
     acceptance.count((one.drafted, one.accepted) for one in rounds)
     metrics = RequestMetrics(
@@ -104,11 +104,16 @@ def test_a_report_tells_rounds_outside_repetition_apart() -> None:
         seconds=1.0,
     )
     generation = object.__new__(Generation)
-    generation.n, generation.prompt_tokens, generation.output_tokens = 1, 9, 17
-    generation._texts = [SimpleNamespace(token_ids=[*range(8), *range(8), 50], metrics=metrics)]  # type: ignore[list-item]
+    generation.n, generation.prompt_tokens, generation.output_tokens = 2, 18, 25
+    generation.prompts = [[1] * 9, [70, *range(60, 68)]]
+    tokens = [*range(8), *range(8), 50, *range(60, 68)]
+    unended = SimpleNamespace(token_ids=[], metrics=None)
+    generation._texts = [unended, unended, unended, SimpleNamespace(token_ids=tokens, metrics=metrics)]  # type: ignore[list-item]
     told = generation.usage(speculation={"enabled": True})["speculation"]
-    assert (told["rounds"], told["accepted_by_depth"], told["repeated_tokens"]) == (3, [2, 1], 8)
-    assert (told["outside_repetition"]["rounds"], told["outside_repetition"]["accepted_by_depth"]) == (2, [1, 0])
+    assert (told["rounds"], told["accepted_by_depth"]) == (4, [3, 2])
+    assert (told["repeated_tokens"], told["copied_tokens"]) == (8, 8)
+    assert (told["outside_repetition"]["rounds"], told["outside_repetition"]["accepted_by_depth"]) == (3, [2, 1])
+    assert (told["novel"]["rounds"], told["novel"]["accepted_by_depth"]) == (2, [1, 0])
 
 
 def test_answers_are_those_of_the_offline_engine() -> None:

@@ -42,7 +42,9 @@ def result(categories: int = 2, **changes: Any) -> dict[str, Any]:
             str(depth): {
                 "total": statistics(depth, 2),
                 "fresh": statistics(depth, 1),
+                "novel": statistics(depth, 0),
                 "repeated": 0.524,
+                "copied": 0.714,
                 "by_source": {"gsm8k": statistics(depth, 2), "mt_bench": statistics(depth, 1)},
                 "by_category": {f"c{i}": statistics(depth, 1) for i in range(categories)},
                 "tokens": 100,
@@ -127,6 +129,9 @@ def test_figures_are_those_measured(recipe: Recipe) -> None:
     assert "| **all** | **2.50** | **2.50** |" in text
     assert "| 4 | 75% | 75% | 0% | 0% |" in text
     assert "52% of the answers' tokens are repeated" in text
+    assert "71% of the answers' tokens are copied" in text
+    assert "a repeated or a copied token acceptance length is 1.00 at depth" in text
+    assert "The target copies its prompts: the figures above measure copying too." in text
     assert "such a token acceptance length is 1.75 at depth 2, 1.75 at depth 4. The target loops" in text
     assert "Lossless: all 24 answers" in text
     assert "step-000400 2.25, step-000500 2.50" in text

@@ -103,6 +103,8 @@ def test_among_equals_the_last_one(context: StageContext) -> None:
     assert baseline is not None
     assert [cell.fresh_acceptance_length for cell in baseline.cells] == list(summary["without_repetition"].values())
     assert {cell.repeated for cell in baseline.cells} == {summary["repeated"]} != {None}
+    assert [cell.novel_acceptance_length for cell in baseline.cells] == list(summary["novel"].values())
+    assert {cell.copied for cell in baseline.cells} == {summary["copied"]} != {None}
 
 
 def test_held_out_prompts_are_conversations_or_ids(context: StageContext) -> None:

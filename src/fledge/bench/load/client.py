@@ -79,7 +79,8 @@ class StreamedAnswer:
             None if moment is None else round(moment - begun, 6) for moment in (self.sent, self.first_token, self.done)
         )
         report = (self.usage or {}).get("speculation")
-        repeated = report.get("repeated_tokens") if isinstance(report, Mapping) else None
+        told = report if isinstance(report, Mapping) else {}
+        repeated, copied = told.get("repeated_tokens"), told.get("copied_tokens")
         return RequestRecord(
             prompt=prompt,
             sent=sent or 0.0,
@@ -90,8 +91,10 @@ class StreamedAnswer:
             error=self.error,
             digest=None if self.error else digest,
             acceptance=tally_of_report(report),
-            fresh_acceptance=tally_of_report(report.get("outside_repetition")) if isinstance(report, Mapping) else (),
+            fresh_acceptance=tally_of_report(told.get("outside_repetition")),
+            novel_acceptance=tally_of_report(told.get("novel")),
             repeated_tokens=repeated if type(repeated) is int else None,
+            copied_tokens=copied if type(copied) is int else None,
         )
 
     def read(self, event: str, now: float) -> None:

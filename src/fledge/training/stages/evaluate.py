@@ -21,12 +21,13 @@ from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import describe_quantization, identify_target, read_target_config
 from fledge.decoding.drafter_statistics import Reliability, StateGrowth
-from fledge.decoding.statistics import LOOPING
+from fledge.decoding.statistics import COPYING, LOOPING
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import CheckpointError, FledgeError
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings, Measurement, TargetAnswers, TargetTurn
 from fledge.evaluation.baseline import Baseline, BaselineCell
 from fledge.evaluation.conversations import Skipped, read_conversations
+from fledge.evaluation.results import token_share
 from fledge.evaluation.workloads import Prompt, Workload, spread
 from fledge.files import atomic_directory, distinct_names, file_digest, read_json, read_json_lines, write_json
 from fledge.models.config import DrafterConfig
@@ -90,7 +91,9 @@ def run(context: StageContext) -> dict[str, Any]:
         **{name: result[name] for name in ("evaluated", "best", "acceptance_length")},
         "by_depth": {depth: cell["total"]["acceptance_length"] for depth, cell in depths.items()},
         "without_repetition": {depth: cell["fresh"]["acceptance_length"] for depth, cell in depths.items()},
+        "novel": {depth: cell["novel"]["acceptance_length"] for depth, cell in depths.items()},
         "repeated": first["repeated"],
+        "copied": first["copied"],
         **{
             by: {group: {d: cell[by][group]["acceptance_length"] for d, cell in depths.items()} for group in first[by]}
             for by in ("by_source", "by_category")
@@ -181,7 +184,9 @@ def _baseline_cells(result: Mapping[str, Any]) -> list[BaselineCell]:
             acceptance_length=cell["total"]["acceptance_length"],
             rate_by_depth=tuple(cell["total"]["rate_by_depth"]),
             fresh_acceptance_length=cell["fresh"]["acceptance_length"],
+            novel_acceptance_length=cell["novel"]["acceptance_length"],
             repeated=cell["repeated"],
+            copied=cell["copied"],
             growth_by_depth=StateGrowth.of(cell["state_growth"]).by_depth,
             reliability=Reliability.of(cell["reliability"]).triples,
         )
@@ -210,8 +215,10 @@ def _figures(measured: Measurement, turns: Sequence[TargetTurn]) -> dict[str, An
     grouped = {"by_source": measured.grouped(sources), "by_category": measured.grouped(categories)}
     return {
         "total": measured.total.to_dict(),
-        "fresh": measured.fresh.to_dict(),  # outside repetition
-        "repeated": measured.share_repeated,
+        "fresh": measured.statistics("fresh").to_dict(),
+        "novel": measured.statistics("novel").to_dict(),
+        "repeated": token_share(measured.requests, "repeated_tokens"),
+        "copied": token_share(measured.requests, "copied_tokens"),
         **{key: {name: each.to_dict() for name, each in groups.items()} for key, groups in grouped.items()},
         "tokens": measured.tokens,
         "different_answers": len(measured.different),
@@ -292,7 +299,14 @@ def model_card(
     """The card as Markdown: what the drafter is, how to serve it, what it was made from, how well it does."""
     about = {"recipe": recipe, "config": config, "result": result, "provenance": provenance, "plots": plots}
     writers = {"yaml": partial(yaml.safe_dump, sort_keys=False, allow_unicode=True), "json": json.dumps}
-    known = {"variant": name_of(config), "numbers": shown_numbers, "max_rows": MAX_ROWS, "looping": LOOPING, **writers}
+    known = {
+        "variant": name_of(config),
+        "numbers": shown_numbers,
+        "max_rows": MAX_ROWS,
+        "looping": LOOPING,
+        "copying": COPYING,
+        **writers,
+    }
     return page_template("fledge.training", "card.md.jinja").render(**about, **known) + "\n"
 
 

@@ -118,16 +118,19 @@ def test_a_report_of_infinitely_many_rounds_says_nothing() -> None:
     assert StreamedAnswer(sent=0.0, usage={"speculation": report}).record("a", 0.0).acceptance == ()
 
 
-def test_a_report_tells_rounds_outside_repetition_and_repeated_tokens() -> None:
+def test_a_report_tells_rounds_outside_repetition_and_copies() -> None:
     fresh = {"rounds": 2, "accepted_by_depth": [1], "drafted_by_depth": [2]}
     report = {"rounds": 5, "accepted_by_depth": [4], "drafted_by_depth": [5], "outside_repetition": fresh}
+    report |= {"novel": {"rounds": 1, "accepted_by_depth": [0], "drafted_by_depth": [1]}, "copied_tokens": 3}
     record = StreamedAnswer(sent=0.0, usage={"speculation": {**report, "repeated_tokens": 7}}).record("a", 0.0)
     assert record.acceptance == ((1, 0, 1), (1, 1, 4))
     assert record.fresh_acceptance == ((1, 0, 1), (1, 1, 1))
-    assert record.repeated_tokens == 7
-    for odd in (5, "x", [1], {"outside_repetition": 3, "repeated_tokens": "many"}):
+    assert record.novel_acceptance == ((1, 0, 1),)
+    assert (record.repeated_tokens, record.copied_tokens) == (7, 3)
+    for odd in (5, "x", [1], {"outside_repetition": 3, "novel": None, "repeated_tokens": "many", "copied_tokens": 0.5}):
         record = StreamedAnswer(sent=0.0, usage={"speculation": odd}).record("a", 0.0)
-        assert (record.acceptance, record.fresh_acceptance, record.repeated_tokens) == ((), (), None)
+        assert (record.acceptance, record.fresh_acceptance, record.novel_acceptance) == ((), (), ())
+        assert (record.repeated_tokens, record.copied_tokens) == (None, None)
 
 
 def test_without_usage_pieces_are_counted_and_labelled() -> None:

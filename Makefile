@@ -20,8 +20,13 @@ test: $(VENV)/.ready
 
 # `worksteal` leaves the tests of a file together, so that what they share is made once. One worker more than there are
 # cores: some tests wait for processes, browsers and timeouts.
-pytest: $(VENV)/.ready
+pytest: $(VENV)/.collected
 	$(BIN)/python -m pytest -m 'not vllm' -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist worksteal
+
+# Bytecode of what is imported, assertions rewritten, and the C library: made by one process, while the other core lints,
+# and not by every worker at once.
+$(VENV)/.collected: $(VENV)/.ready
+	$(BIN)/python -m pytest -m 'not vllm' --collect-only -q > $@ || { cat $@; rm $@; exit 1; }
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests recipes benchmarks tools setup.py

@@ -14,14 +14,23 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.ready
 	$(BIN)/fledge demo
 
-# Side by side: mypy has work for one core only.
+# Side by side: mypy has work for one core only, and so have collecting and compiling.
 test: $(VENV)/.ready
-	$(MAKE) --no-print-directory --jobs=2 lint pytest
+	$(MAKE) --no-print-directory --jobs=3 lint pytest
 
 # `worksteal` leaves the tests of a file together, so that what they share is made once. One worker more than there are
 # cores: some tests wait for processes, browsers and timeouts.
-pytest: $(VENV)/.ready
+pytest: $(VENV)/.collected $(VENV)/.native
 	$(BIN)/python -m pytest -m 'not vllm' -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist worksteal
+
+# On a fresh machine, what every worker would otherwise make at the same time: bytecode, with the assertions rewritten.
+$(VENV)/.collected: $(VENV)/.ready
+	FLEDGE_NATIVE=0 $(BIN)/python -m pytest -m 'not vllm' --collect-only -q > $@ || { cat $@; rm $@; exit 1; }
+
+# And the C library, which is kept in the user's cache.
+$(VENV)/.native: $(VENV)/.ready
+	$(BIN)/python -c 'from fledge.native.library import library; library()'
+	touch $@
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests recipes benchmarks tools setup.py

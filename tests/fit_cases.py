@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from fledge.training.recipe import (
     TargetSection,
 )
 from fledge.training.stages import fit
+from tests.shared_directory import shared_directory
 from tests.tiny_models import TINY_TARGET, make_target
 
 TARGET = TINY_TARGET
@@ -85,7 +85,7 @@ def run_fit(recipe: Recipe, name: str = "fit", *, plot: bool = False) -> dict[st
 
 @functools.cache
 def _undisturbed() -> Path:
-    root = Path(tempfile.mkdtemp(prefix="fledge-fit-"))
+    root = shared_directory("fit")
     run_fit(make_inputs(root))
     return root / "fit"
 

@@ -6,7 +6,6 @@ included. tests/unit/server/test_engine_process.py and tests/e2e/test_serve_load
 
 import asyncio
 import functools
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from fledge.server.app import DrainingServer, http_config
 from fledge.server.engine_process import EngineProcess, EngineWorker
 from fledge.server.options import ServeOptions
 from fledge.server.service import Service
+from tests.shared_directory import shared_directory
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -35,7 +35,7 @@ MAX_MODEL_LEN = 256
 @functools.cache
 def pair_directory() -> Path:
     """Return a directory with `target` and `drafter`: random weights, bytes for tokens."""
-    root = Path(tempfile.mkdtemp(prefix="fledge-pair-"))
+    root = shared_directory("pair")
     config = replace(TINY_TARGET, vocab_size=VOCAB_SIZE, eos_ids=(VOCAB_SIZE - 1,), max_positions=MAX_MODEL_LEN)
     target = make_target(config)
     save_target(target, root / "target")

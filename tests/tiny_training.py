@@ -5,7 +5,6 @@ import json
 import random
 import socket
 import subprocess
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from fledge.checkpoints.target import save_target
 from fledge.models.config import TargetConfig
 from tests.command_line import fledge
 from tests.forking import ForkedCommand
+from tests.shared_directory import shared_directory
 from tests.tiny_models import TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -70,7 +70,7 @@ def finished_run() -> Path:
 
     Its drafter has a sliding window, shorter than the conversations are.
     """
-    root = Path(tempfile.mkdtemp(prefix="fledge-run-"))
+    root = shared_directory("run")
     done = fledge("train", str(write_run(root, drafter={"sliding_window": 6})), "--json", cwd=root)
     assert done.returncode == 0, done.stderr
     (root / "result.json").write_text(done.stdout)

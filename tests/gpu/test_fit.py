@@ -6,7 +6,6 @@ PYTHONPATH=src:. python tests/gpu/test_fit.py [check ...]
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from fledge.training.recipe import Recipe
 from fledge.training.trainer import Trainer, TrainingInterrupted
 from tests.fit_cases import TARGET, final_weights, log_without_times, make_inputs, offline, run_capture, run_fit
 from tests.gpu.script import run_checks
+from tests.shared_directory import shared_directory
 
 CHECKS: dict[str, Callable[[], None]] = {}
 TARGET_CONFIG: TargetConfig = replace(
@@ -37,7 +37,7 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 def recipe(**changes: Any) -> Recipe:
     """Rows of 256 tokens, so that flex attention is used. The small weights keep bfloat16 close to float32."""
-    made = make_inputs(Path(tempfile.mkdtemp()), target=TARGET_CONFIG)
+    made = make_inputs(shared_directory("fit"), target=TARGET_CONFIG)
     settings = {"length": 256, "lr": 1e-3, "max_steps": 12, **changes}
     return replace(
         made,

@@ -1,7 +1,6 @@
 """The pairs on which Fledge and vLLM must agree: one for each thing a drafter's config or files can say."""
 
 import multiprocessing
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,6 +15,7 @@ from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig, Tempera
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1
 from fledge.models.target import FAMILIES
+from tests.shared_directory import shared_directory
 from tests.vllm_parity.small_training import Budget, synthetic_text, train_drafter, train_target
 
 VOCAB_SIZE = 192
@@ -169,7 +169,7 @@ class PairDirectories:
 
 @cache
 def _root() -> Path:
-    return Path(tempfile.mkdtemp(prefix="fledge-pairs-"))
+    return shared_directory("pairs")
 
 
 def _directories(case: Case) -> PairDirectories:

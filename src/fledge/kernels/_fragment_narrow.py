@@ -68,8 +68,6 @@ def kernel(
     x_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     fragments: gl.constexpr = gl.SharedLinearLayout(_bases(num_warps, BLOCK_N, BLOCK_K))
 
-    if OVERLAP:
-        gdc_launch_dependents()
     tile = gl.program_id(0) * BLOCK_N
     code_ring = gl.allocate_shared_memory(gl.uint8, [STAGES, blocks, strips, 512], plain)
     x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, num_warps, BLOCK_M, columns], x_layout)
@@ -99,6 +97,7 @@ def kernel(
         async_copy.commit_group()
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     for step in gl.static_range(STAGES - 1):
         if step < steps:
             copy(x_ring.index(step), x_at + step * (num_warps * columns), mask=inside)

@@ -81,8 +81,6 @@ def kernel(
     scale_ring_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     fragments: gl.constexpr = gl.SharedLinearLayout(_bases(BLOCK_N, BLOCK_K))
 
-    if OVERLAP:
-        gdc_launch_dependents()
     tile = gl.program_id(1) * BLOCK_N
     first_row = gl.program_id(0) * BLOCK_M
     begin = gl.program_id(2) * steps
@@ -114,6 +112,7 @@ def kernel(
         async_copy.commit_group()
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     for step in gl.static_range(STAGES - 1):
         if step < steps:
             copy(x_ring.index(step), x_at + step * columns, mask=inside)

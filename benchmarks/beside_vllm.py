@@ -42,7 +42,7 @@ WORKLOADS = ("humaneval", "mt_bench")
 LONGEST_PROMPT = 1024
 MAX_MODEL_LEN = 2048
 MAX_TOKENS = 96
-REQUESTS = {1: 6, 4: 16, 16: 48, 64: 128, 256: 512}
+REQUESTS = {1: 10, 4: 24, 16: 48, 64: 128, 256: 512}
 STEPS_PROMPT, STEPS_SHORT, STEPS_LONG = 128, 16, 112  # a step is what the longer answers take longer
 DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 VLLM_SETTINGS = {
@@ -257,6 +257,7 @@ def start(name: str, models: Models, options: argparse.Namespace, live: list[Wor
         "prompts": str(file.resolve()),
         "max_num_seqs": max(part.concurrencies),
         "max_model_len": MAX_MODEL_LEN,
+        "ahead_seconds": options.ahead_seconds,
         "kv_cache_bytes": cache_bytes(target, prompts, max(part.concurrencies)),
         "drafter": None if part.drafter is None else str(models.path(part.drafter).resolve()),
         "is_random": part.is_random,
@@ -359,6 +360,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--requests", type=int, help="in each cell; for trying this out")
     parser.add_argument("--start-seconds", type=float, default=240.0, help="for all engines of a wave to start")
+    parser.add_argument("--ahead-seconds", type=float, default=40.0, help="that ours captures graphs for at most")
     parser.add_argument("--after", type=Path, metavar="FILE", help="nothing is timed before it exists")
     parser.add_argument("--vllm-python", default=os.environ.get("FLEDGE_VLLM_PYTHON", sys.executable))
     parser.add_argument("--vllm-path", help="a folder with vLLM, where its Python has none")

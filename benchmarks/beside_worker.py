@@ -17,8 +17,6 @@ import time
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-AHEAD_SECONDS = 40.0
-
 
 class WorkerError(RuntimeError):
     """It died or is too slow: one line, and the end of its log."""
@@ -143,6 +141,7 @@ class Fledge:
         self._seen: list[Any] = []
         self._tokens: dict[str, list[int]] = {}
         self._drafter, self._is_random = setup["drafter"], setup["is_random"]
+        self._ahead_seconds = setup["ahead_seconds"]
         self._depth: int | None = None
         options: dict[str, Any] = {
             "max_num_seqs": setup["max_num_seqs"],
@@ -170,7 +169,7 @@ class Fledge:
             self._build(depth)
         self._depth = depth
         built = time.monotonic()
-        while (more := self.llm.engine.work_ahead()) and time.monotonic() - built < AHEAD_SECONDS:
+        while (more := self.llm.engine.work_ahead()) and time.monotonic() - built < self._ahead_seconds:
             pass
         took, rest = time.monotonic() - built, "there is more" if more else "nothing is left"
         graphs = self.llm.engine.runner.graphs

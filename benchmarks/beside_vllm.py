@@ -14,9 +14,9 @@ work on the GPU, whose end it tells. The parts, and the gigabytes of GPU memory 
     bundled             the pair as it is, for trying this out
 
 Closed loop: so many requests in flight, greedy, the next is sent when one ends; prompts of HumanEval and MT-Bench in
-turns, the same for both engines, others in each repeat. A user's rate is the mean over requests of tokens / time in
-flight. Every cell is a line of beside.jsonl as soon as it is measured. An engine that fails says why, and the rest goes
-on.
+turns (of 8b, those of HumanEval alone too), the same for both engines, others in each repeat. A user's rate is the mean
+over requests of tokens / time in flight. Every cell is a line of beside.jsonl as soon as it is measured. An engine that
+fails says why, and the rest goes on.
 """
 
 import argparse
@@ -61,6 +61,7 @@ class Part:
     target: str  # in the folder of models, or a shape
     drafter: str | None = None
     concurrencies: tuple[int, ...]
+    coding: tuple[int, ...] = ()  # so many requests at once of the first set alone too
     vllm_target: str | None = None  # where it reads another one
 
     @property
@@ -69,14 +70,14 @@ class Part:
 
 
 PARTS = {
-    "8b": Part(target="8b", drafter="8b-drafter", concurrencies=(1, 4, 16, 64, 256)),
+    "8b": Part(target="8b", drafter="8b-drafter", concurrencies=(1, 4, 16, 64, 256), coding=(1, 4, 16)),
     "1b": Part(target="1b", drafter="1b-drafter", concurrencies=(1, 4, 16, 64, 256)),
     "fp8": Part(target="8b-fp8", drafter="8b-drafter", concurrencies=(1,)),
     "fp8-dynamic": Part(target="8b-fp8", drafter="8b-drafter", concurrencies=(1,), vllm_target="8b-fp8-dynamic"),
     "int4": Part(target="8b-int4", drafter="8b-drafter", concurrencies=(1,)),
     "moe": Part(target="qwen3-30b-a3b", concurrencies=(1, 4, 16)),
     "mla": Part(target="deepseek-v2-lite", concurrencies=(1, 4, 16)),
-    "bundled": Part(target="bundled", drafter="bundled-drafter", concurrencies=(1, 4)),
+    "bundled": Part(target="bundled", drafter="bundled-drafter", concurrencies=(1, 4), coding=(1,)),
 }
 
 
@@ -141,8 +142,8 @@ def read_prompts(target: Path) -> list[list[int]]:
     from fledge.evaluation.workloads import load_workload, tokenised  # noqa: PLC0415 - imports torch
 
     sets = [tokenised(load_workload(name), target) for name in WORKLOADS]
-    in_turns = [list(ids) for turn in zip(*sets, strict=False) for ids in turn]
-    return [ids for ids in in_turns if len(ids) <= LONGEST_PROMPT]
+    turns = [turn for turn in zip(*sets, strict=False) if max(map(len, turn)) <= LONGEST_PROMPT]
+    return [list(ids) for turn in turns for ids in turn]
 
 
 def random_prompts(target: Path, count: int) -> list[list[int]]:
@@ -190,14 +191,27 @@ class Comparison:
                 for repeat in range(repeats):
                     in_turn = dict(reversed(several.items())) if repeat % 2 else several
                     self._cell(in_turn, depth, concurrency, repeat, out)
+                    if concurrency in self.part.coding:
+                        self._cell(in_turn, depth, concurrency, repeat, out, coding=True)
 
-    def _cell(self, engines: dict[str, "Engine"], depth: int, concurrency: int, repeat: int, out: Path) -> None:
+    def _cell(
+        self,
+        engines: dict[str, "Engine"],
+        depth: int,
+        concurrency: int,
+        repeat: int,
+        out: Path,
+        *,
+        coding: bool = False,
+    ) -> None:
         for whose, engine in engines.items():
             if engine.failed:
                 continue
-            row: dict[str, Any] = {"part": self.name, "K": depth, "C": concurrency, "engine": whose, "repeat": repeat}
+            part = f"{self.name} {WORKLOADS[0]}" if coding else self.name
+            row: dict[str, Any] = {"part": part, "K": depth, "C": concurrency, "engine": whose, "repeat": repeat}
+            stride = len(WORKLOADS) if coding else 1
             try:
-                row |= engine.steps(concurrency) if self.part.is_random else engine.load(concurrency, repeat)
+                row |= engine.steps(concurrency) if self.part.is_random else engine.load(concurrency, repeat, stride)
                 self.keep(row, out)
             except WorkerError as error:
                 self.give_up(whose, depth, error, out)
@@ -225,14 +239,14 @@ class Engine:
     failed: bool = False
     _warm: int = 0  # the concurrency that it was last warmed up for
 
-    def load(self, concurrency: int, repeat: int) -> dict[str, Any]:
+    def load(self, concurrency: int, repeat: int, stride: int) -> dict[str, Any]:
         count = REQUESTS[concurrency]
         about = {"concurrency": concurrency, "depth": self.depth}
         if self._warm != concurrency:
             self.worker.ask({**about, "first": 0, "requests": max(2, concurrency), "max_tokens": 32}, 120)
             self._warm = concurrency
-        first = repeat * count % self.prompts
-        return self.worker.ask({**about, "first": first, "requests": count, "max_tokens": MAX_TOKENS}, 120)
+        about |= {"first": repeat * count * stride % self.prompts, "stride": stride, "requests": count}
+        return self.worker.ask({**about, "max_tokens": MAX_TOKENS}, 120)
 
     def steps(self, concurrency: int) -> dict[str, Any]:
         """Of two runs of all at once, one longer, the difference: prompts are read in both."""

@@ -281,9 +281,10 @@ def closed_loop(
     first: int,
     requests: int,
     max_tokens: int,
+    stride: int = 1,
     ignore_eos: bool = False,
 ) -> dict[str, Any]:
-    """Keep `concurrency` in flight until so many have been answered, the prompts from `first` on, over and over."""
+    """Keep `concurrency` in flight until so many have been answered: every `stride`th prompt from `first` on."""
     in_flight: dict[str, float] = {}
     answers: dict[str, list[int]] = {}
     rates: list[float] = []
@@ -294,7 +295,7 @@ def closed_loop(
         while sent < requests and len(in_flight) < concurrency:
             name = str(sent)
             in_flight[name] = time.perf_counter()
-            engine.add(name, prompts[(first + sent) % len(prompts)], max_tokens, ignore_eos=ignore_eos)
+            engine.add(name, prompts[(first + sent * stride) % len(prompts)], max_tokens, ignore_eos=ignore_eos)
             sent += 1
         for name, tokens in engine.step():
             rates.append(len(tokens) / (time.perf_counter() - in_flight.pop(name)))

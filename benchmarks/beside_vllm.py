@@ -351,6 +351,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             whose: {row["repeat"]: row[key] for row in cell if row["engine"] == whose} for whose in ("vllm", "fledge")
         }
         both = sorted(found["vllm"].keys() & found["fledge"].keys())
+        both = [r for r in both if min(found["vllm"][r], found["fledge"][r]) > 0]  # a difference of noise tells nothing
         ratios = [(found["fledge"][r] / found["vllm"][r]) ** (-1 if is_step else 1) for r in both]
         means = {whose: statistics.mean(values.values()) if values else None for whose, values in found.items()}
         shown = {whose: "-" if mean is None else f"{mean:.4g}" for whose, mean in means.items()}

@@ -111,6 +111,7 @@ def test_ours_works_ahead_once_for_each_depth_and_not_for_long(monkeypatch: pyte
     engine = SimpleNamespace(work_ahead=work_ahead, runner=SimpleNamespace(graphs=None))
     ours = beside_worker.Fledge.__new__(beside_worker.Fledge)
     ours.llm, ours._drafter, ours._depth, ours._is_random = SimpleNamespace(engine=engine), "d", None, False
+    ours._ahead_seconds = 40.0
     monkeypatch.setattr(ours, "_build", calls.append)
     ours.draft(3)
     ours.draft(3)

@@ -116,4 +116,4 @@ def test_ours_works_ahead_once_for_each_depth_and_not_for_long(monkeypatch: pyte
     ours.draft(3)
     ours.draft(3)
     assert calls[0] == 3
-    assert calls.count("ahead") == int(beside_worker.AHEAD_SECONDS)
+    assert calls.count("ahead") == int(ours._ahead_seconds)

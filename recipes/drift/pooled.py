@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fledge.drift.change import AttentionChange, attention_change, compare_changes, shares_by_depth
-from fledge.drift.perturb import UNPERTURBED, parse_perturbation, texts
+from fledge.drift.change import LIMITS, AttentionChange, attention_change, compare_changes, shares_by_depth
+from fledge.drift.perturb import UNPERTURBED, parse_perturbation
 from fledge.drift.result import DriftResult
 from fledge.drift.suite import GROUPS, acceptance_counts
 from fledge.errors import ConfigError
@@ -226,7 +226,7 @@ def in_points(share: Interval) -> Interval:
 
 def _verdicts(outcome: DriftExperiment) -> list[Sentence]:
     """By the definition of drift."""
-    return said("recipes.drift", "verdict.md.jinja", outcome=outcome, limits=texts("figures")["limits"])
+    return said("recipes.drift", "verdict.md.jinja", outcome=outcome, limits=LIMITS)
 
 
 def _side_by_side(outcome: DriftExperiment) -> list[Sentence]:

@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from fledge.decoding.statistics import COPYING, LOOPING
 from fledge.drift.perturb import texts
 from fledge.drift.result import Curve, DriftResult, PromptRow
 from fledge.records import Record
@@ -26,9 +27,10 @@ CURVES: dict[str, Callable[[PromptRow], Curve]] = {
     "recent": lambda row: row.recent_attention,
     "sink": lambda row: row.sink_attention,
 }
-_LIMITS = texts("figures")["limits"]
-BOUND: float = _LIMITS["drift"]
-FEW_PROMPTS: int = _LIMITS["few_prompts"]
+# Of the text, as `fledge eval` has them; of the drafter, as the file has them.
+LIMITS = {"looping": LOOPING, "copying": COPYING, **texts("figures")["limits"]}
+BOUND: float = LIMITS["drift"]
+FEW_PROMPTS: int = LIMITS["few_prompts"]
 
 
 @dataclass(frozen=True, kw_only=True)

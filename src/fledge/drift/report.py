@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.drift.change import Status, compare_changes
+from fledge.drift.change import LIMITS, Status, compare_changes
 from fledge.drift.perturb import KINDS, UNPERTURBED, texts
 from fledge.drift.plots import charts
 from fledge.drift.result import DriftResult, PromptRow, Results
@@ -37,7 +37,7 @@ _WORDS: dict[str, Any] = {  # that all templates know
     **{one.__name__: one for one in (visible, worst_of)},
     "tones": {-1: "bad", 0: "neutral", 1: "good"},  # by the sign of what should be large
     "figures": FIGURES,
-    "limits": texts("figures")["limits"],
+    "limits": LIMITS,
     "resamples": RESAMPLES,
 }
 

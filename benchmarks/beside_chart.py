@@ -27,8 +27,10 @@ def main(out: Path, file: Path, named: list[str]) -> None:
             for place, concurrency in enumerate(concurrencies):
                 cell = [row for row in own if (row["K"], row["C"]) == (depth, concurrency)]
                 speed = {(row["engine"], row["repeat"]): row["user_tokens_per_second"] for row in cell}
-                repeats = sorted({repeat for _, repeat in speed})
-                ratios = [speed["fledge", repeat] / speed["vllm", repeat] for repeat in repeats]
+                both = [repeat for engine, repeat in speed if engine == "fledge" and ("vllm", repeat) in speed]
+                ratios = [speed["fledge", repeat] / speed["vllm", repeat] for repeat in both]
+                if not ratios:
+                    continue
                 at, mean = place + (0.2 if depth else -0.2), geometric_mean(ratios)
                 panel.bar(at, mean, 0.36, color=colour, label=label if not place else None)
                 panel.scatter([at] * len(ratios), ratios, s=9, color="black", zorder=3)
@@ -44,4 +46,7 @@ def main(out: Path, file: Path, named: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    except (IndexError, OSError, ValueError) as error:
+        sys.exit(f"error: {error}; {(__doc__ or '').splitlines()[2]}")

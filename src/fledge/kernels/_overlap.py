@@ -49,7 +49,7 @@ def _split_memory_alike() -> None:
         return
 
 
-def _prefer_shared_memory(driver: Any, module: object, function: int, *_: object) -> None:
+def _prefer_shared_memory(driver: Any, _module: object, function: int, *_: object) -> None:
     """Set CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, a hint in percent."""
     driver.cuFuncSetAttribute(ctypes.c_void_p(function), 9, 100)
 

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 def test_every_kernel_that_triton_loads_prefers_shared_memory(monkeypatch):
     asked = []
     driver = SimpleNamespace(cuFuncSetAttribute=lambda function, *request: asked.append((function.value, *request)))
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
     hooks = triton.knobs.runtime.kernel_load_end_hook
     monkeypatch.setattr(hooks, "calls", [])
     _overlap._split_memory_alike.__wrapped__()

@@ -51,7 +51,8 @@ def test_a_target_is_what_its_tensors_mean(name: str, target: Path, tmp_path: Pa
         assert isinstance(stored.layers[0].self_attn.o_proj, QuantizedLinear)
         assert type(stored.lm_head) is type(meant.lm_head)
         x = torch.randn(3, CONFIG.hidden_size, dtype=dtype)
-        torch.testing.assert_close(stored.layers[0].self_attn.qkv_proj(x), meant.layers[0].self_attn.qkv_proj(x))
+        expected_out = meant.layers[0].self_attn.qkv_proj(FORMATS[name].multiplied(x))
+        torch.testing.assert_close(stored.layers[0].self_attn.qkv_proj(x), expected_out)
 
 
 def test_a_drafter_is_what_its_tensors_mean(tmp_path: Path) -> None:

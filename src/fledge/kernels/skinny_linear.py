@@ -96,6 +96,7 @@ def skinny_linear_triton(
         BLOCK_M=max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0])),
         BIAS=bias is not None,
         SCALED=scales is not None,
+        IMPRECISE=launch["BLOCK_K"] if scales is not None else None,
         num_warps=4,
         **launch,
         **overlapping(x.device),
@@ -120,6 +121,7 @@ def _skinny_kernel(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     SCALED: tl.constexpr,
+    IMPRECISE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Write columns of out [rows, columns]. If not WIDE, four steps at once are a batch of products, one per warp."""
@@ -136,7 +138,7 @@ def _skinny_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for start in range(0, SIZE, BLOCK_K):
             x = tl.load(x_at + start, mask=(row < num_rows)[:, None], other=0.0)
-            acc = tl.dot(tl.load(weight_at + start), tl.trans(x), acc)
+            acc = tl.dot(tl.load(weight_at + start), tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE)
     else:
         step = tl.arange(0, groups)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
         weight_at = weight_ptr + weight_row[None, :, None] + step

@@ -90,11 +90,10 @@ def _codes(columns: int, size: int) -> None:
     weight = quantized_cases.quantized("fp8", columns, size, None, **given)
     for rows in (1, 16, 32):
         launch = choose_codes_launch(rows=rows, columns=columns, size=size, processors=132)
-        codes, scales = quantize_rows(torch.empty(rows, size, dtype=BF16, device="meta"))
+        x = quantize_rows(torch.empty(rows, size, dtype=BF16, device="meta"))
         if launch is not None:
-            skinny_linear_triton(
-                codes, weight.codes, None, launch=launch, scales=(scales, weight.scales), dtype=BF16
-            )
+            scales = x.scales, weight.scales
+            skinny_linear_triton(x.codes, weight.codes, None, launch=launch, scales=scales, dtype=BF16)
 
 
 CASES: dict[str, Callable[[], None]] = {

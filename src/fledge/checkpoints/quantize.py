@@ -171,7 +171,8 @@ def _stored(
         codes = (blocks / scales[:, None, :, None]).view_as(values)
         return {"weight": codes.to(FP8), "weight_scale": scales}
     if width in ("fp8", "fp8-dynamic"):
-        return dict(zip(("weight", "weight_scale"), quantize_rows(values), strict=True))
+        rows = quantize_rows(values)
+        return {"weight": rows.codes, "weight_scale": rows.scales}
     bits = 8 if width == "int8" else 4
     size = group or values.shape[1]
     weights = None if importance is None else importance.to(values).view(-1, size)

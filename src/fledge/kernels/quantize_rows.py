@@ -3,8 +3,11 @@
     code = x / scale, rounded to nearest, no larger than 448          x = code * scale
 
 The scale of a row is the largest of its numbers over 448, 1 where all are zero; or one for all of them is given. The
-kernel agrees with the reference to the last bit.
+kernel agrees with the reference to the last bit. Kernels whose results are rounded next (`rms_norm`, `swiglu`) may do
+so themselves: `CodedRows` is what they leave.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,20 +17,35 @@ from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, 
 from fledge.kernels.cache_codes import FP8, FP8_MAX
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes of x [..., size] and float32 scales [..., 1]; `scale` is a float32 number on the device of x."""
+@dataclass(frozen=True)
+class CodedRows:
+    """Rows of `dtype` as their codes [..., size] and scales [..., 1]."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "CodedRows":
+        codes = torch.empty(shape, dtype=FP8, device=device)
+        return cls(codes, torch.empty(*shape[:-1], 1, dtype=torch.float32, device=device), dtype)
+
+    def decoded(self) -> Tensor:
+        return (self.codes.float() * self.scales).to(self.dtype)
+
+
+def quantize_rows(x: Tensor, scale: Tensor | None = None) -> CodedRows:
+    """x [..., size] in codes; `scale` is a float32 number on its device."""
     if not runs_triton(x, scale):
         return quantize_rows_reference(x, scale)
-    rows = as_rows(x)
-    codes = torch.empty(x.shape, dtype=FP8, device=x.device)
-    scales = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
-    if codes.numel() > 0:
+    rows, out = as_rows(x), CodedRows.empty(x.shape, x.dtype, x.device)
+    if x.numel() > 0:
         block = next_power_of_two(rows.shape[1])
         _quantize_rows_kernel[(len(rows),)](
             rows,
-            scales if scale is None else scale,
-            codes,
-            scales,
+            out.scales if scale is None else scale,
+            out.codes,
+            out.scales,
             rows.stride(0),
             SIZE=rows.shape[1],
             BLOCK=block,
@@ -35,17 +53,17 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
             num_warps=min(16, max(1, block // 512)),
             **overlapping(x.device),
         )
-    return codes, scales
+    return out
 
 
-def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> CodedRows:
     wide = x.float()
     if scale is None:
         scales = wide.abs().amax(-1, keepdim=True) / FP8_MAX
         scales = scales.masked_fill(scales == 0, 1.0)
     else:
         scales = scale.expand(*x.shape[:-1], 1).contiguous()
-    return (wide / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
+    return CodedRows((wide / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales, x.dtype)
 
 
 @triton.jit
@@ -63,26 +81,27 @@ def _quantize_rows_kernel(
     """A program has a row, which stays in registers."""
     begin_overlapped(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)[None, :]
     inside = column < SIZE
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     let_successor_in(OVERLAP)
     if GIVEN:
-        scale = tl.load(given_ptr)
+        scales = tl.load(given_ptr + tl.zeros([1, 1], tl.int32))
     else:
-        scale = scale_of_row(x)
-    tl.store(scales_ptr + row, scale)
-    tl.store(codes_ptr + row * SIZE + column, encode_row(x, scale), mask=inside)
+        scales = scales_of_rows(x)
+    tl.store(scales_ptr + row + tl.zeros([1, 1], tl.int32), scales)
+    tl.store(codes_ptr + row * SIZE + column, encode_rows(x, scales), mask=inside)
 
 
 @triton.jit
-def scale_of_row(x):
-    """Of a row in float32."""
-    scale = tl.div_rn(tl.max(tl.abs(x), axis=0), 448.0)
-    return tl.where(scale == 0.0, 1.0, scale)
+def scales_of_rows(x):
+    """Of rows in float32, [rows, size] -> [rows, 1]."""
+    scales = tl.max(tl.abs(x), axis=1)[:, None]
+    scales = tl.div_rn(scales, tl.full(scales.shape, 448.0, tl.float32))
+    return tl.where(scales == 0.0, 1.0, scales)
 
 
 @triton.jit
-def encode_row(x, scale):
-    scaled = tl.clamp(tl.div_rn(x, scale + tl.zeros_like(x)), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return scaled.to(tl.float8e4nv)
+def encode_rows(x, scales):
+    scaled = tl.div_rn(x, tl.broadcast_to(scales, x.shape))
+    return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)

@@ -27,7 +27,7 @@ from fledge.kernels._fragments import SPAN, TILE_ROWS, from_fragments, to_fragme
 from fledge.kernels._triton import as_rows, capability, has_room, processors, runs_triton
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import choose_launch, counters, fragment_linear_triton
-from fledge.kernels.quantize_rows import quantize_rows
+from fledge.kernels.quantize_rows import CodedRows, quantize_rows
 from fledge.kernels.scaled_linear import has_fp8_products, scaled_linear, takes_codes
 
 Kind = Literal["int8", "fp8", "int4", "fp4"]
@@ -79,14 +79,15 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     )
 
 
-def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias for x [..., columns] and bias [rows], of x as the weight wants it rounded."""
-    if weight.activations is None:
+def quantized_linear(x: Tensor | CodedRows, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias for x [..., columns] and bias [rows], of x as the weight wants it rounded, or as it comes."""
+    if weight.activations is not None and isinstance(x, Tensor):
+        x = quantize_rows(x, weight.input_scale)
+    if isinstance(x, Tensor):
         return _weight_only(x, weight, bias)
-    codes, scales = quantize_rows(x, weight.input_scale)
-    if runs_triton(x, weight.codes, bias) and not weight.in_fragments and takes_codes(codes, weight.codes, x.dtype):
-        return scaled_linear(codes, scales, weight.codes, weight.scales, bias, x.dtype)
-    return _weight_only((codes.float() * scales).to(x.dtype), weight, bias)
+    if runs_triton(x.codes, weight.codes, bias) and not weight.in_fragments and takes_codes(x, weight.codes):
+        return scaled_linear(x, weight.codes, weight.scales, bias)
+    return _weight_only(x.decoded(), weight, bias)
 
 
 def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import as_rows, capability, has_room, processors
+from fledge.kernels.quantize_rows import CodedRows
 from fledge.kernels.skinny_linear import CHAINS, skinny_linear_triton
 
 _ALIGNED = 16  # rows and columns of W for torch, in bytes
@@ -22,43 +23,41 @@ def has_fp8_products(device: torch.device) -> bool:
     return capability(device) >= (8, 9)
 
 
-def takes_codes(codes: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `scaled_linear` multiplies codes of x [..., size] with those of W [columns, size]; else numbers must be.
+def takes_codes(x: CodedRows, weight: Tensor) -> bool:
+    """Whether `scaled_linear` multiplies x with the codes of W [columns, size]; else numbers must be.
 
     In float16 that is only the few rows: torch writes bfloat16.
     """
-    if not has_fp8_products(codes.device) or codes.numel() == 0:
+    if not has_fp8_products(weight.device) or x.codes.numel() == 0:
         return False
     is_aligned = weight.shape[0] % _ALIGNED == 0 and weight.shape[1] % _ALIGNED == 0
-    return (dtype == torch.bfloat16 and is_aligned) or _launch(codes, weight, dtype) is not None
+    return (x.dtype == torch.bfloat16 and is_aligned) or _launch(x, weight) is not None
 
 
-def scaled_linear(
-    codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """codes [..., size], scales [..., 1]; weight [columns, size], weight_scales [columns, 1]; bias [columns]."""
-    launch = _launch(codes, weight, dtype)
+def scaled_linear(x: CodedRows, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
+    """weight [columns, size], weight_scales [columns, 1]; bias [columns]."""
+    launch = _launch(x, weight)
     if launch is not None:
-        return skinny_linear_triton(codes, weight, bias, launch=launch, scales=(scales, weight_scales), dtype=dtype)
+        scales = x.scales, weight_scales
+        return skinny_linear_triton(x.codes, weight, bias, launch=launch, scales=scales, dtype=x.dtype)
     out = torch._scaled_mm(
-        as_rows(codes),
+        as_rows(x.codes),
         weight.T,
-        scales.view(-1, 1),
+        x.scales.view(-1, 1),
         weight_scales.view(1, -1),
         bias=bias,
-        out_dtype=dtype,
+        out_dtype=x.dtype,
         use_fast_accum=True,
     )
-    return out.view(*codes.shape[:-1], -1)
+    return out.view(*x.codes.shape[:-1], -1)
 
 
-def _launch(codes: Tensor, weight: Tensor, dtype: torch.dtype) -> dict[str, int] | None:
-    if dtype.itemsize != 2 or not has_room(codes.device):
+def _launch(x: CodedRows, weight: Tensor) -> dict[str, int] | None:
+    if x.dtype.itemsize != 2 or not has_room(weight.device):
         return None
     columns, size = weight.shape
-    return choose_launch(
-        rows=codes.numel() // size, columns=columns, size=size, processors=processors(codes.device)
-    )
+    rows = x.codes.numel() // size
+    return choose_launch(rows=rows, columns=columns, size=size, processors=processors(weight.device))
 
 
 def choose_launch(*, rows: int, columns: int, size: int, processors: int) -> dict[str, int] | None:

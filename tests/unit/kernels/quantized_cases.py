@@ -8,7 +8,7 @@ from fledge.kernels import quantized_linear as multiplying
 from fledge.kernels._triton import next_power_of_two
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import QuantizedLaunch, choose_launch, fragment_linear_triton
-from fledge.kernels.quantize_rows import quantize_rows_reference
+from fledge.kernels.quantize_rows import CodedRows, quantize_rows_reference
 from fledge.kernels.quantized_linear import Activations, Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
 from tests.unit.kernels.cases import close, randn
 from tests.unit.kernels.interpreter import in_triton
@@ -118,11 +118,15 @@ def quantize_rows(rows: int, size: int, dtype: torch.dtype, device: str) -> None
     x[0] = 0
     strided = torch.cat([x, x], dim=1)[:, :size]
     for scale in (None, torch.tensor(0.01, device=device)):
-        expected_codes, expected_scales = quantize_rows_reference(x, scale)
-        codes, scales = in_triton(rounding.quantize_rows)(strided, scale)
-        assert torch.equal(scales, expected_scales)
-        assert torch.equal(codes.float(), expected_codes.float())
-    assert codes.float().abs().max() == 448
+        out = in_triton(rounding.quantize_rows)(strided, scale)
+        equal_codes(out, quantize_rows_reference(x, scale))
+    assert out.codes.float().abs().max() == 448
+
+
+def equal_codes(found: CodedRows, expected: CodedRows) -> None:
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.codes.float(), expected.codes.float())
 
 
 def scaled_linear(rows: int, columns: int, size: int, dtype: torch.dtype, device: str, *, units: float = 1) -> None:
@@ -131,9 +135,9 @@ def scaled_linear(rows: int, columns: int, size: int, dtype: torch.dtype, device
     kinds: tuple[Activations, ...] = ("token", "tensor")
     for activations in kinds:
         weight = quantized("fp8", columns, size, None, with_zeros=False, device=device, activations=activations)
-        codes, scales = quantize_rows_reference(x, weight.input_scale)
+        rounded = quantize_rows_reference(x, weight.input_scale)
         for added in (None, bias):
-            exact = (codes.double() * scales.double()) @ dequantize(weight).double().T
+            exact = (rounded.codes.double() * rounded.scales.double()) @ dequantize(weight).double().T
             exact = exact if added is None else exact + added.double()
             out = in_triton(multiplying.quantized_linear)(x, weight, added)
             close(out, exact.to(dtype), units, size=float(exact.abs().max()))

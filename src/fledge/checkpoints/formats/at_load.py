@@ -32,10 +32,8 @@ class Fp8AtLoad:
         name = parts[0][0].name
         if not QUANTIZABLE.fullmatch(name) or _AS_MATRIX in name:
             return filled
-        codes, scales = quantize_rows(empty.weight.detach())
-        weight = QuantizedWeight(
-            kind="fp8", columns=empty.in_features, group_size=empty.in_features, codes=codes, scales=scales
-        )
+        rows, size = quantize_rows(empty.weight.detach()), empty.in_features
+        weight = QuantizedWeight(kind="fp8", columns=size, group_size=size, codes=rows.codes, scales=rows.scales)
         return QuantizedLinear(weight, None if empty.bias is None else empty.bias.detach(), placement.dtype)
 
 

@@ -31,8 +31,10 @@ from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import fragment_linear_triton
 from fledge.kernels.invariant_linear import choose_tiles, tiled_linear
 from fledge.kernels.quantize_rows import quantize_rows
+from fledge.kernels.rms_norm import coded_add_rms_norm, coded_rms_norm
 from fledge.kernels.scaled_linear import choose_launch as choose_codes_launch
 from fledge.kernels.skinny_linear import skinny_linear_triton
+from fledge.kernels.swiglu import coded_swiglu
 from fledge.layers.config import LatentConfig
 from tests.unit.kernels import (
     admit_cases,
@@ -94,6 +96,13 @@ def _codes(columns: int, size: int) -> None:
         if launch is not None:
             scales = x.scales, weight.scales
             skinny_linear_triton(x.codes, weight.codes, None, launch=launch, scales=scales, dtype=BF16)
+
+
+def _coded(size: int) -> None:
+    x, weight = torch.empty(3, size, dtype=BF16), torch.empty(size, dtype=BF16)
+    coded_rms_norm(x, weight, cases.EPS)
+    coded_add_rms_norm(x, x, weight, cases.EPS)
+    coded_swiglu(torch.empty(3, 2 * size, dtype=BF16))
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -164,6 +173,7 @@ for columns in (28672, 5120, 4096, 2048):
     CASES[f"skinny_linear {columns}"] = partial(cases.skinny_linear, 1, columns, 2048, BF16, CPU)
 for columns, size in ((28672, 4096), (6144, 4096), (4096, 14336)):
     CASES[f"scaled_linear {columns} x {size}"] = partial(_codes, columns, size)
+    CASES[f"norms and gates in codes, {size}"] = partial(_coded, size)
 CASES["rope_store fp8"] = partial(code_cases.rope_store, 32, 8, 128, BF16, CPU)
 for head_dim in (64, 128):
     CASES[f"invariant_attention {head_dim}"] = partial(_invariant_attention, head_dim)

@@ -127,6 +127,7 @@ def scaled_linear() -> None:
     for dtype in cases.DTYPES:
         for rows, size in ((1, 4096), (7, 300), (33, 14336), (600, 2048)):
             quantized_cases.quantize_rows(rows, size, dtype, GPU)
+            quantized_cases.coded_results(rows, size, dtype, GPU)
     for columns, size in ((28672, 1024), (6144, 4096), (4096, 14336)):
         for rows in (4, 16, 32):
             quantized_cases.scaled_linear(rows, columns, size, BF16, GPU, units=2)

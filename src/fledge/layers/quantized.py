@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.quantize_rows import CodedRows
 from fledge.kernels.quantized_linear import QuantizedWeight, dequantize, for_gpu, quantized_linear
 
 
@@ -51,7 +52,7 @@ class QuantizedLinear(nn.Module):
         """The dequantised matrix, for who needs it as such: made anew each time."""
         return dequantize(self.quantized, self.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | CodedRows) -> Tensor:
         return quantized_linear(x, self.quantized, self.bias)
 
     def extra_repr(self) -> str:

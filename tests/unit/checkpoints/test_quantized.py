@@ -17,7 +17,8 @@ from fledge.checkpoints.target import load_target, save_target, target_files
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.errors import CheckpointError, ConfigError
-from fledge.layers.block import attentions
+from fledge.layers.block import attentions, code_early
+from fledge.layers.dense_cache import DenseCache
 from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
 from tests.broken_checkpoints import EAGLE31
@@ -53,6 +54,22 @@ def test_a_target_is_what_its_tensors_mean(name: str, target: Path, tmp_path: Pa
         x = torch.randn(3, CONFIG.hidden_size, dtype=dtype)
         expected_out = meant.layers[0].self_attn.qkv_proj(FORMATS[name].multiplied(x))
         torch.testing.assert_close(stored.layers[0].self_attn.qkv_proj(x), expected_out)
+
+
+def test_activations_that_are_rounded_early_are_the_same(target: Path, tmp_path: Path) -> None:
+    """By norms and gates, as on a GPU, and only where a product of codes reads them, with a scale for each token."""
+    for name in ("ct-fp8-dynamic", "ct-fp8-static", "ct-fp8-channel"):
+        quantize_checkpoint(target, tmp_path / name, tmp_path / f"{name}-meant", FORMATS[name])
+        model = load_target(tmp_path / name)
+        positions = torch.arange(9)[None]
+        expected = model(positions, positions, DenseCache(CONFIG.num_layers).extend(positions)).final
+        code_early(model)
+        layer = model.layers[0]
+        coded = {layer.input_layernorm.coded, layer.post_attention_layernorm.coded, layer.mlp.coded}
+        assert coded == {name == "ct-fp8-dynamic"}
+        assert not model.norm.coded
+        found = model(positions, positions, DenseCache(CONFIG.num_layers).extend(positions)).final
+        assert torch.equal(found, expected)
 
 
 def test_a_drafter_is_what_its_tensors_mean(tmp_path: Path) -> None:

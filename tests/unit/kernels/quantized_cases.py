@@ -5,12 +5,14 @@ import torch.nn.functional as F
 
 from fledge.kernels import quantize_rows as rounding
 from fledge.kernels import quantized_linear as multiplying
+from fledge.kernels import rms_norm as norming
+from fledge.kernels import swiglu as gating
 from fledge.kernels._triton import next_power_of_two
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import QuantizedLaunch, choose_launch, fragment_linear_triton
 from fledge.kernels.quantize_rows import CodedRows, quantize_rows_reference
 from fledge.kernels.quantized_linear import Activations, Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
-from tests.unit.kernels.cases import close, randn
+from tests.unit.kernels.cases import EPS, close, randn
 from tests.unit.kernels.interpreter import in_triton
 
 Case = tuple[Kind, int | None, bool]
@@ -121,6 +123,20 @@ def quantize_rows(rows: int, size: int, dtype: torch.dtype, device: str) -> None
         out = in_triton(rounding.quantize_rows)(strided, scale)
         equal_codes(out, quantize_rows_reference(x, scale))
     assert out.codes.float().abs().max() == 448
+
+
+def coded_results(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Norms and gates that round their results: to the last bit the codes of what they are otherwise."""
+    x, residual = (randn(rows, size, dtype=dtype, device=device) for _ in range(2))
+    weight, gate_up = randn(size, dtype=dtype, device=device), randn(rows, 2 * size, dtype=dtype, device=device)
+    found = in_triton(norming.coded_rms_norm)(x, weight, EPS)
+    equal_codes(found, quantize_rows_reference(in_triton(norming.rms_norm)(x, weight, EPS)))
+    found, total = in_triton(norming.coded_add_rms_norm)(x, residual, weight, EPS)
+    normed, expected = in_triton(norming.add_rms_norm)(x, residual, weight, EPS)
+    assert torch.equal(total, expected)
+    equal_codes(found, quantize_rows_reference(normed))
+    gated = in_triton(gating.swiglu)(gate_up)
+    equal_codes(in_triton(gating.coded_swiglu)(gate_up), quantize_rows_reference(gated))
 
 
 def equal_codes(found: CodedRows, expected: CodedRows) -> None:

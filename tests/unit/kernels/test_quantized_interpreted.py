@@ -25,6 +25,7 @@ def test_dequantize(kind, group, with_zeros):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_quantize_rows(dtype):
     cases.quantize_rows(5, 300, dtype, "cpu")
+    cases.coded_results(5, 300, dtype, "cpu")
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 528), (16, 528), (9, 200), (20, 176), (5, 100)])

@@ -204,7 +204,12 @@ FORMATS = {
         ),
         lambda w: _fp8(w, 12, 24, "weight_scale"),
     ),
-    "ct-int8": Format(_compressed("int-quantized", type="int", strategy="channel"), _int8),
+    "ct-int8": Format(  # with activations that stay as they are
+        _compressed(
+            "int-quantized", {"type": "int", "strategy": "token", "dynamic": True}, type="int", strategy="channel"
+        ),
+        _int8,
+    ),
     "ct-int8-packed": Format(
         _ints(num_bits=8, strategy="channel", group_size=-1), lambda w: _packed(w, 8, w.shape[1], True)
     ),

@@ -103,6 +103,7 @@ def _coded(size: int) -> None:
     coded_rms_norm(x, weight, cases.EPS)
     coded_add_rms_norm(x, x, weight, cases.EPS)
     coded_swiglu(torch.empty(3, 2 * size, dtype=BF16))
+    quantize_rows(x, torch.empty(()))
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -133,7 +133,8 @@ def scaled_linear() -> None:
             quantized_cases.scaled_linear(rows, columns, size, BF16, GPU, units=2)
     for rows in (33, 70, 256, 300):
         quantized_cases.scaled_linear(rows, 4096, 4096, BF16, GPU, units=2)
-    for rows, columns, size, dtype in ((3, 528, 1024, FP16), (300, 528, 1024, FP16), (5, 40, 384, BF16), (3, 50, 136, FP32)):
+    odd = ((3, 528, 1024, FP16), (300, 528, 1024, FP16), (5, 40, 384, BF16), (3, 50, 136, FP32))
+    for rows, columns, size, dtype in odd:
         quantized_cases.scaled_linear(rows, columns, size, dtype, GPU, units=3)
 
 

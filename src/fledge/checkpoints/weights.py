@@ -146,9 +146,7 @@ def stored_shapes(
 def weight_names(names: Mapping[str, str], form: WeightFormat, expected: Collection[str] = ()) -> dict[str, str]:
     """`names` without scales of what is no weight, activations, keys and values, but for those `expected`."""
     unread = () if form is DENSE else UNREAD
-    return {
-        ours: stored for ours, stored in names.items() if ours in expected or ours.rpartition(".")[2] not in unread
-    }
+    return {ours: stored for ours, stored in names.items() if ours in expected or ours.rpartition(".")[2] not in unread}
 
 
 def summarize_weights(names: Mapping[str, str], infos: Infos, form: WeightFormat) -> WeightSummary | None:

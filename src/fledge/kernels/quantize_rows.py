@@ -85,11 +85,9 @@ def _quantize_rows_kernel(
     inside = column < SIZE
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     let_successor_in(OVERLAP)
-    if GIVEN:
-        scales = tl.load(given_ptr + tl.zeros([1, 1], tl.int32))
-    else:
-        scales = scales_of_rows(x)
-    tl.store(scales_ptr + row + tl.zeros([1, 1], tl.int32), scales)
+    one = tl.zeros([1, 1], tl.int32)
+    scales = tl.load(given_ptr + one) if GIVEN else scales_of_rows(x)
+    tl.store(scales_ptr + row + one, scales)
     tl.store(codes_ptr + row * SIZE + column, encode_rows(x, scales), mask=inside)
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.quantize_rows import CodedRows
 from fledge.layers.block import SwiGLU
 from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
@@ -47,8 +48,8 @@ class PackedQuantizedLinear(QuantizedLinear):
         self.__dict__.update(vars(plain))
         self.packed = packed
 
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.dtype != torch.float32:
+    def forward(self, x: Tensor | CodedRows) -> Tensor:
+        if not isinstance(x, Tensor) or torch.is_grad_enabled() or x.dtype != torch.float32:
             return super().forward(x)
         return packed_linear(x, self.packed)
 

@@ -72,6 +72,19 @@ def test_activations_that_are_rounded_early_are_the_same(target: Path, tmp_path:
         assert torch.equal(found, expected)
 
 
+def test_scales_of_activations_are_read_where_they_are_used(target: Path, tmp_path: Path) -> None:
+    """Of query, key and value, which have the same input, the largest; a plain linear may have one that nobody reads."""
+    quantize_checkpoint(
+        target, tmp_path / "stored", tmp_path / "meant", FORMATS["ct-fp8-static"], lambda name: "o_proj" in name
+    )
+    scale = "model.layers.0.self_attn.{}_proj.input_scale"
+    more = {scale.format("k"): torch.tensor([0.5]), scale.format("o"): torch.tensor(3.0)}
+    edit_tensors(tmp_path / "stored", lambda tensors: tensors | more)
+    attention = load_target(tmp_path / "stored").layers[0].self_attn
+    assert float(attention.qkv_proj.input_scale) == 0.5
+    assert type(attention.o_proj) is Linear
+
+
 def test_a_drafter_is_what_its_tensors_mean(tmp_path: Path) -> None:
     target = make_target(TARGET)
     save_drafter(make_drafter(EAGLE31), tmp_path / "drafter")
@@ -208,6 +221,16 @@ DOWN = "model.layers.0.mlp.down_proj"
             lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float().to(torch.float8_e5m2)}),
             "is float8_e5m2 of shape .*, expected float8_e4m3fn",
         ),
+        (
+            "ct-fp8-static",
+            lambda t: t.pop(f"{DOWN}.input_scale"),
+            "tensor 'layers.0.mlp.down_proj.input_scale' is missing",
+        ),
+        (
+            "modelopt-fp8",
+            lambda t: t.update({f"{DOWN}.input_scale": torch.tensor(-1.0)}),
+            r"down_proj.input_scale' is float32 of shape \[\], expected a positive number",
+        ),
         ("gptq", lambda t: t.update({f"{DOWN}.g_idx": torch.zeros(64, dtype=torch.int32)}), "expected groups of 16"),
         (
             "ct-fp8-channel",
@@ -256,5 +279,8 @@ def test_inspect_says_what_is_in_fewer_bits(target: Path, tmp_path: Path) -> Non
         "kinds": {"4-bit integers, groups of 16, zero points": 7 * CONFIG.num_layers},
         "dense": ["embed_tokens", "lm_head"],
     }
+    quantize_checkpoint(target, tmp_path / "dynamic", tmp_path / "again", FORMATS["ct-fp8-dynamic"])
+    kinds = describe_target(CONFIG, target_files(tmp_path / "dynamic", CONFIG.family))["weights"]["kinds"]
+    assert list(kinds) == ["8-bit floats (E4M3), one scale per row, activations in 8 bits by token"]
     assert said["stored"]["size"]["parameters"] == said["meant"]["size"]["parameters"]
     assert said["stored"]["size"]["bytes"] < said["meant"]["size"]["bytes"]

@@ -1,4 +1,4 @@
-"""NVIDIA's ModelOpt: FP8 with one scale for each matrix and one for its input, and NVFP4, whose inputs stay as they are.
+"""NVIDIA's ModelOpt: FP8 with one scale for each matrix and one for its inputs, and NVFP4, whose inputs stay.
 
 Its config is in config.json, or, as older versions write it, alone in hf_quant_config.json (`weights.weight_format`).
 """

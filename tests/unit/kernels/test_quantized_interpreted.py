@@ -34,6 +34,12 @@ def test_scaled_linear(rows, columns):
     cases.scaled_linear(rows, columns, 1024, torch.float16, "cpu")
 
 
+def test_scaled_linear_of_more_rows():
+    """By torch, which multiplies codes on a CPU too; in float16 by the dequantised matrix."""
+    cases.scaled_linear(40, 528, 1024, torch.bfloat16, "cpu")
+    cases.scaled_linear(40, 528, 1024, torch.float16, "cpu", units=2)
+
+
 def test_which_launch_codes_have():
     def chosen(rows, columns, size=4096):
         return choose_launch(rows=rows, columns=columns, size=size, processors=132)

@@ -73,7 +73,7 @@ def test_activations_that_are_rounded_early_are_the_same(target: Path, tmp_path:
 
 
 def test_scales_of_activations_are_read_where_they_are_used(target: Path, tmp_path: Path) -> None:
-    """Of query, key and value, which have the same input, the largest; a plain linear may have one that nobody reads."""
+    """Of query, key and value, which have the same input, the largest; a plain linear may have one, unread."""
     quantize_checkpoint(
         target, tmp_path / "stored", tmp_path / "meant", FORMATS["ct-fp8-static"], lambda name: "o_proj" in name
     )

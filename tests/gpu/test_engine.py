@@ -330,8 +330,17 @@ def mixes_of_sampled_drafts() -> None:
 
 @check
 def mixes_with_fp8_keys_and_values() -> None:
-    for settings in ({}, {"tree": TREE}, {"budgets": True, "num_blocks": 24}):
-        mixes(kv_cache_dtype="fp8", **settings)
+    mixes(kv_cache_dtype="fp8")
+
+
+@check
+def mixes_of_trees_with_fp8_keys_and_values() -> None:
+    mixes(kv_cache_dtype="fp8", tree=TREE)
+
+
+@check
+def mixes_in_a_small_pool_with_fp8_keys_and_values() -> None:
+    mixes(kv_cache_dtype="fp8", budgets=True, num_blocks=24)
 
 
 @check

@@ -15,7 +15,8 @@ from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, FixedDepth, make_policy
 from fledge.engine.costs import MIN_SAMPLES, CostTable
-from fledge.engine.estimator import AcceptanceEstimator
+from fledge.engine.engine import OBSERVED_REQUESTS
+from fledge.engine.estimator import AcceptanceEstimator, DraftOutcome
 from fledge.engine.request import UNLIMITED, Phase, Request
 from tests import engine_cases
 
@@ -98,6 +99,7 @@ class World:
             clock += seconds + (self._cost(concurrency, PLAIN) * (1 + missed / 200) if missed else 0.0)
             costs.add(batch=concurrency, arm=arm, seconds=seconds)
             policy.observe_round(arm=arm, seconds=seconds)
+            outcomes = []
             for one in list(running):
                 rate = self._rate(made / tokens)
                 rate = (1 + rate) / 2 if arm.is_tree else rate
@@ -106,10 +108,11 @@ class World:
                 made += accepted + 1
                 if depth:
                     one.settled = len(one.tokens) - 1
+                outcomes += [DraftOutcome(one, depth, accepted)] if depth else []
                 if one.num_output >= 96:
-                    one.finish_reason = "length"
                     running.remove(one)
-                policy.observe(one, is_tree=arm.is_tree, drafted=depth, accepted=accepted)
+                    policy.observe_end(one)
+            policy.observe(outcomes[:OBSERVED_REQUESTS], is_tree=arm.is_tree)
         return made / clock
 
 
@@ -168,8 +171,7 @@ def test_a_request_whose_drafts_die_is_expected_to_get_less_than_its_neighbour()
     estimator = AcceptanceEstimator(3)
     good, bad = request(), request()
     for _ in range(30):
-        estimator.observe(good, is_tree=False, drafted=3, accepted=3)
-        estimator.observe(bad, is_tree=False, drafted=3, accepted=0)
+        estimator.observe([DraftOutcome(good, 3, 3), DraftOutcome(bad, 3, 0)], is_tree=False)
     tokens = [estimator.expected_tokens([one])[3] for one in (good, bad)]
     assert tokens[0] > 1.5 * tokens[1]
     limited = request(draft_limit=1)
@@ -199,15 +201,19 @@ def test_trees_and_chains_and_kinds_of_requests_have_acceptance_of_their_own() -
     before = estimator.expected_tokens([one], is_tree=True)[3]
     assert before > estimator.expected_tokens([one])[3], "a tree holds its best chain"
     for _ in range(100):
-        estimator.observe(request(), is_tree=False, drafted=3, accepted=0)
+        estimator.observe([DraftOutcome(request(), 3, 0)], is_tree=False)
     assert estimator.expected_tokens([one])[3] < 1.1
     assert estimator.expected_tokens([one])[3] < estimator.expected_tokens([one], is_tree=True)[3] < before
     for _ in range(100):
-        estimator.observe(request(), is_tree=True, drafted=3, accepted=3)
+        estimator.observe([DraftOutcome(request(), 3, 3)], is_tree=True)
     assert estimator.expected_tokens([one])[3] < 1.1
     assert estimator.expected_tokens([one], is_tree=True)[3] > 3.5
     assert estimator.expected_tokens([sampled])[3] == pytest.approx(1.222)
-    assert estimator.expected_tokens([sampled], [RequestKind.SAMPLED_DRAFTS])[3] > 1.5
+    drawn = estimator.expected_tokens([sampled], [RequestKind.SAMPLED_DRAFTS])
+    assert 1.222 < drawn[3] < 1.5, "drawn drafts miss a little less"
+    for _ in range(100):
+        estimator.observe([DraftOutcome(sampled, 3, 3)], is_tree=False)
+    assert estimator.expected_tokens([request()], [RequestKind.SAMPLED_DRAFTS])[3] > 3, "what is accepted now"
 
 
 def test_a_table_by_batch_size_is_followed_and_adaptive_can_be_switched_off() -> None:
@@ -240,7 +246,7 @@ def test_what_nobody_wants_is_neither_chosen_nor_tried(limit: int) -> None:
             depths[depth] += 1
             costs.add(batch=1, arm=Arm(depth), seconds=0.01 + 0.001 * depth)
             policy.observe_round(arm=Arm(depth), seconds=0.01 + 0.001 * depth)
-            policy.observe(one, is_tree=False, drafted=depth, accepted=depth)
+            policy.observe([DraftOutcome(one, depth, depth)] if depth else [], is_tree=False)
         assert max(depths) == limit
         assert measured or depths[0] > 0, "plain steps are measured before anything is compared"
         assert policy.choice is not None

@@ -169,6 +169,7 @@ class AdaptiveDepth:
         self._current = self._first
         self._trial: Arm | None = None  # what is being tried instead
         self._since_change = DWELL
+        self._is_new = False  # such requests have hardly drafted: no guess decides that nothing is drafted
         self._batch = 0
 
     def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
@@ -217,10 +218,11 @@ class AdaptiveDepth:
         self._steps += 1
         has_changed = not 0.8 * self._batch <= batch <= 1.25 * self._batch
         is_over = self._trial is not None and self._trial_is_over(self._trial, costs, batch)
-        if has_changed or is_over or self._steps % _every(batch) == 0 or self.choice is None:
+        every = EVERY if self._is_new else _every(batch)
+        if has_changed or is_over or self._steps % every == 0 or self.choice is None:
             self._batch = batch
             arms = [arm for arm in self.arms if arm.is_tree or arm.depth <= wanted]
-            self._decide(list(itertools.islice(requests, batch)), costs, arms, at_once=has_changed)
+            self._decide(list(itertools.islice(requests, batch)), costs, arms, at_once=has_changed or self._is_new)
         chosen = self._current if self._trial is None else self._trial
         return chosen if chosen.is_tree else Arm(min(chosen.depth, wanted))
 
@@ -241,10 +243,11 @@ class AdaptiveDepth:
         rates = {arm: tokens[arm] / cost for arm, cost in known.items()}
         drafting = max((arm for arm in rates if arm.depth), key=lambda arm: rates[arm])
         catch_up = self._catch_up_seconds(requests, plain, costs)
-        is_new = self._acceptance.rounds_seen(requests) < TRIAL_OBSERVATIONS and catch_up <= FIRST_CREDIT * plain
-        best = drafting if is_new else max(rates, key=lambda arm: rates[arm])
+        seen = self._acceptance.rounds_seen(requests)
+        self._is_new = seen < TRIAL_OBSERVATIONS and catch_up <= FIRST_CREDIT * plain
+        best = drafting if self._is_new else max(rates, key=lambda arm: rates[arm])
         reason = "best"
-        if self._current not in rates or (is_new and not self._current.depth):
+        if self._current not in rates or (self._is_new and not self._current.depth):
             self._current = best
         if self._credit is None:
             self._credit = FIRST_CREDIT * plain

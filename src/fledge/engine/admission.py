@@ -43,6 +43,7 @@ HYSTERESIS = 1.01  # how much better than a full round one of fewer drafts must 
 FULL_EVERY = 8  # rounds, one is full: of its drafts the controller learns, which were not chosen for their chances
 GAIN_SMOOTHING = 0.2  # weight of the newest round in the expected acceptances
 GAIN_EVERY = 4  # rounds
+MANY = 32  # requests; of batches n times as large every n-th round is looked at: each takes time
 WORTH_MEASURING = 0.8  # of a full round's tokens, that a round must be expected to give to be timed
 
 Floats = NDArray[np.float64]
@@ -77,7 +78,7 @@ NO_BUDGETS = Budgets()
 # with more of them deep drafts do not pay.
 GPU_BUDGETS = Budgets(shares=(0.5,), min_batch=16, max_depth=3)
 # There every row takes time; for a few requests, to choose takes as long as is saved.
-CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75), min_batch=4)
+CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75), min_batch=8)
 
 
 def budgets_for(speculation: SpeculativeConfig | None, on_gpu: bool) -> Budgets:
@@ -222,13 +223,14 @@ class AdmissionPolicy:
 
     def observe(self, outcomes: DraftOutcomes) -> bool:
         """Learn from a round; whether the model's coefficients have changed."""
-        depth = outcomes.confidence.shape[1]
+        batch, depth = outcomes.confidence.shape
         self._rounds += 1
-        if self._rounds % GAIN_EVERY == 0 and self.budgets.sizes(len(outcomes.drafted), depth):
+        every = max(batch // MANY, 1)
+        if self._rounds % max(GAIN_EVERY, every) == 0 and self.budgets.sizes(batch, depth):
             gains = self._expected(outcomes.confidence, outcomes.is_greedy)
             before = self._gains.get(depth, gains)
             self._gains[depth] = before + GAIN_SMOOTHING * (gains - before)
-        return self.model.observe(outcomes)
+        return self._rounds % every == 0 and self.model.observe(outcomes)
 
     def observe_cost(self, batch: int, depth: int, admit: int, seconds: float, full: CostTable) -> None:
         """Learn how long a round took that was to verify `admit` drafts, beside `full` ones of its kind."""

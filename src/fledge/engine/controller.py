@@ -243,8 +243,8 @@ class AdaptiveDepth:
         rates = {arm: tokens[arm] / cost for arm, cost in known.items()}
         drafting = max((arm for arm in rates if arm.depth), key=lambda arm: rates[arm])
         catch_up = self._catch_up_seconds(requests, plain, costs)
-        seen = self._acceptance.rounds_seen(requests)
-        self._is_new = seen < TRIAL_OBSERVATIONS and catch_up <= FIRST_CREDIT * plain
+        is_known = self._acceptance.has_seen(requests, TRIAL_OBSERVATIONS)
+        self._is_new = not is_known and catch_up <= FIRST_CREDIT * plain
         best = drafting if self._is_new else max(rates, key=lambda arm: rates[arm])
         reason = "best"
         if self._current not in rates or (self._is_new and not self._current.depth):

@@ -109,10 +109,10 @@ class AcceptanceEstimator:
             request.drafts_accepted = keep * request.drafts_accepted + accepted
             counts.add(reached, accepted, fade)
 
-    def rounds_seen(self, requests: Sequence[Request]) -> int:
-        """With drafts, of the kind that most of these requests are of."""
-        [(kind, _)] = Counter(request.kind for request in requests if request.draft_until).most_common(1)
-        return sum(self._counts(kind, is_tree=is_tree).rounds for is_tree in (False, True))
+    def has_seen(self, requests: Sequence[Request], rounds: int) -> bool:
+        """Whether so many rounds have had drafts, of one request each, of the kind that most of these are of."""
+        kinds = Counter(request.kind for request in requests if request.draft_until).most_common(1)
+        return all(self._chains[kind].rounds + self._trees[_argmax(kind)].rounds >= rounds for kind, _ in kinds)
 
     def expected_tokens(
         self, requests: Sequence[Request], kinds: Sequence[RequestKind] | None = None, *, is_tree: bool = False

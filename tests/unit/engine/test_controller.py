@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -159,6 +159,79 @@ def test_it_follows_a_load_whose_content_changes(before: float, after: float, wa
         return World(_gpu, rate).tokens_per_second(policy, 8, 30_000, warm=warm)
 
     assert speed(AdaptiveDepth(7, 256)) > 1.02 * max(speed(_fixed(depth)) for depth in (0, 1, 3, 7))
+
+
+def _dear(batch: int, arm: Arm) -> float:
+    """A round of one draft costs half a plain step more, one of three the same again, as on two cores."""
+    return (2e-3 + 1e-3 * batch) * (1.0 if not arm.depth else 1.25 + 0.19 * arm.depth)
+
+
+def test_a_few_requests_of_another_content_are_enough_to_stop_drafting() -> None:
+    speeds = []
+    for seed in range(8):
+        policy = AdaptiveDepth(5, 16)
+        World(_dear, lambda _: 0.75, seed).tokens_per_second(policy, 1, 96 * 16)
+        speeds.append(World(_dear, lambda _: 0.28, seed).tokens_per_second(policy, 1, 96 * 8))
+    assert sum(speeds) / len(speeds) > 0.94 / _dear(1, PLAIN)
+
+
+def test_a_kind_of_request_is_tried_before_drafting_for_it_is_given_up() -> None:
+    """By what is held of drafts before any was seen, none would be worth their cost here."""
+
+    def cost(batch: int, arm: Arm) -> float:
+        return _dear(batch, PLAIN) * (1.0 if not arm.depth else 1.15 + 0.5 * arm.depth)
+
+    def speed(policy: DepthPolicy, rate: float) -> float:
+        return World(cost, lambda _: rate).tokens_per_second(policy, 16, 96 * 32)
+
+    assert speed(AdaptiveDepth(5, 16), 0.8) > 0.97 * max(speed(_fixed(depth), 0.8) for depth in (0, 1, 3))
+    assert speed(AdaptiveDepth(5, 16), 0.1) > 0.97 * speed(_fixed(0), 0.1)
+
+
+def test_a_trial_ends_when_there_are_many_more_requests() -> None:
+    policy, costs = AdaptiveDepth(7, 256), CostTable()
+    for batch, arm in itertools.product((1, 256), policy.arms):
+        costs.expect(batch=batch, arm=arm, seconds=0.01 * (1 + arm.depth * (3 if batch > 1 else 0.4)))
+    one = request(draft_until=10**6)
+    one.phase = Phase.DECODE
+    for _ in range(10_000):
+        arm = policy.choose([one], costs)
+        assert policy.choice is not None
+        if policy.choice.reason == "trial":
+            break
+        policy.observe_round(arm=arm, seconds=0.01)
+        policy.observe([DraftOutcome(one, arm.depth, 0)] if arm.depth else [], is_tree=False)
+    assert arm.depth > 0
+    assert policy.choose([request(draft_until=10**6) for _ in range(256)], costs) == PLAIN
+
+
+def test_drafts_that_cost_the_host_more_than_they_save_are_not_drafted() -> None:
+    """The device waits for the host in any case, whose work for a round without drafts is less."""
+    policy, costs = AdaptiveDepth(1, 64), _costs((64, 0, 0.001), (64, 1, 0.0012))
+    costs.add_host(batch=64, arm=Arm(1), seconds=0.010)
+    costs.add_host(batch=64, arm=PLAIN, seconds=0.006)
+    requests = [request(draft_until=10**6) for _ in range(64)]
+    policy.observe([DraftOutcome(one, 1, i % 5 < 2) for i, one in enumerate(requests)], is_tree=False)
+    policy.choose(requests, costs)
+    assert policy.choose(requests, costs) == PLAIN
+
+
+def test_it_learns_from_some_requests_of_a_large_round_in_turns() -> None:
+    seen: Counter[str] = Counter()
+
+    class Recorder(engine_cases.AnyDepth):
+        def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
+            assert len(outcomes) <= OBSERVED_REQUESTS
+            seen.update(outcome.request.id for outcome in outcomes)
+
+    count, policy = OBSERVED_REQUESTS + 8, Recorder(lambda _: 2, [2])
+    engine = engine_cases.make_engine(
+        drafts=engine_cases.drafter(), policy=policy, max_depth=2, max_num_seqs=count, num_blocks=1200
+    )
+    for i in range(count):
+        engine_cases.greedy([2 + i % 3, 3], 24).submit(engine, str(i))
+    engine_cases.run(engine)
+    assert len(seen) == count, "each has had its turn"
 
 
 def test_where_drafting_never_pays_next_to_nothing_is_drafted() -> None:

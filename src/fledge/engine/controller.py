@@ -217,9 +217,9 @@ class AdaptiveDepth:
         batch = min(len(requests), self._max_num_seqs)
         self._steps += 1
         has_changed = not 0.8 * self._batch <= batch <= 1.25 * self._batch
-        is_over = self._trial is not None and self._trial_is_over(self._trial, costs, batch)
         every = EVERY if self._is_new else _every(batch)
-        if has_changed or is_over or self._steps % every == 0 or self.choice is None:
+        is_due = has_changed or self._steps % every == 0 or self.choice is None
+        if is_due or (self._trial is not None and self._trial_is_over(self._trial, costs, batch)):
             self._batch = batch
             arms = [arm for arm in self.arms if arm.is_tree or arm.depth <= wanted]
             self._decide(list(itertools.islice(requests, batch)), costs, arms, at_once=has_changed or self._is_new)
@@ -228,8 +228,8 @@ class AdaptiveDepth:
 
     def _decide(self, requests: list[Request], costs: CostTable, arms: Sequence[Arm], *, at_once: bool) -> None:
         """Choose among `arms`: those of all that some request wants. `at_once`: however short the last choice held."""
-        batch = len(requests)
-        if self._trial in arms and not at_once and not self._trial_is_over(self._trial, costs, batch):
+        batch, trial = len(requests), self._trial
+        if trial is not None and trial in arms and not (at_once or self._trial_is_over(trial, costs, batch)):
             return
         self._trial = None
         known = {arm: cost for arm in arms if (cost := costs.estimate(batch, arm))}

@@ -110,9 +110,13 @@ class AcceptanceEstimator:
             counts.add(reached, accepted, fade)
 
     def has_seen(self, requests: Sequence[Request], rounds: int) -> bool:
-        """Whether so many rounds have had drafts, of one request each, of the kind that most of these are of."""
+        """Whether what is known of drafts is worth so many, of one request each: of the kind that most of these are of.
+
+        What an evaluation found is worth some too.
+        """
         kinds = Counter(request.kind for request in requests if request.draft_until).most_common(1)
-        return all(self._chains[kind].rounds + self._trees[_argmax(kind)].rounds >= rounds for kind, _ in kinds)
+        parts = [(self._chains[kind], self._trees[_argmax(kind)]) for kind, _ in kinds]
+        return all(chains.prior_rounds + chains.rounds + trees.rounds >= rounds for chains, trees in parts)
 
     def expected_tokens(
         self, requests: Sequence[Request], kinds: Sequence[RequestKind] | None = None, *, is_tree: bool = False

@@ -132,17 +132,18 @@ def test_acceptance_is_what_the_engine_counts(pair: Path, measured: Results) -> 
 
 
 def test_trees_are_measured_as_the_engine_drafts_them(pair: Path) -> None:
-    tree = {"tree_width": 2, "tree_budget": 6}
+    tree = {"tree_width": 32, "tree_budget": 63}  # so large that this drafter, which knows nothing, hits now and then
     found = run_eval(settings(pair, "full", depths=(3,), temperatures=(0.0,), speculative_config=tree), [ONE], QUIET)
     (contender,), (cell,) = found.contenders, found.cells
-    assert contender.name == "full K=3 tree 2x6 T=0"
+    assert contender.name == "full K=3 tree 32x63 T=0"
     speculation = {"model": str(pair / "full"), "num_speculative_tokens": 3, **tree}
     assert contender.speculation == speculation
     llm = LLM(pair / "target", speculative_config={**speculation, "adaptive": False}, device="cpu")
     asked = [[dict(message) for message in prompt.messages] for prompt in ONE.prompts]
     outputs = llm.chat(asked, SamplingParams(temperature=0.0, max_tokens=12))
     assert cell.acceptance_statistics == AcceptanceStatistics.merge(one.metrics.acceptance for one in outputs)
-    assert "| full | 3 tree 2x6 | 0 |" in EvalReport(found).markdown()
+    assert sum(cell.acceptance_statistics.accepted_by_depth)
+    assert "| full | 3 tree 32x63 | 0 |" in EvalReport(found).markdown()
 
 
 def test_sampled_drafts_are_drawn(pair: Path) -> None:

@@ -181,6 +181,14 @@ def test_markdown_is_tables_and_what_must_be_known(written):
             assert line.endswith("|")
 
 
+@pytest.mark.usefixtures("_blank_pictures")
+def test_notes_stand_once_whatever_is_on_the_page():
+    speed, evaluated = make_results(workloads=("chat",), concurrencies=(1,)), make_eval_results(prompts=4)
+    for several in ([speed], [evaluated], [speed, evaluated], [evaluated, evaluated]):
+        page = BenchReport(summaries=tuple(summaries(several)), title="x", notes=("Said by hand.",)).to_html()
+        assert page.count("Said by hand.") == 1
+
+
 def test_another_baseline_can_be_chosen_and_must_be_there():
     results = make_results(workloads=("chat",), concurrencies=(1,))
     (part,) = summaries([results], EAGLE_3)

@@ -192,9 +192,10 @@ class _EvalRun:
             workload.name: {**workload.facts, "categories": workload.categories, **self.unfit[workload.name]}
             for workload in self.workloads
         }
+        how = mode_name({"num_speculative_tokens": 0, **settings.speculative_config}).removeprefix("K=0").strip()
         results = Results(
             kind="eval",
-            title=f"Acceptance length of {', '.join(self.names.values())}",
+            title=f"Acceptance length of {', '.join(self.names.values())}{how and ', ' + how}",
             baseline=None,
             contenders=tuple(one for one in itertools.starmap(self._contender, every) if one.name in done),
             cells=tuple(self.cells),

@@ -136,6 +136,7 @@ def test_trees_are_measured_as_the_engine_drafts_them(pair: Path) -> None:
     found = run_eval(settings(pair, "full", depths=(3,), temperatures=(0.0,), speculative_config=tree), [ONE], QUIET)
     (contender,), (cell,) = found.contenders, found.cells
     assert contender.name == "full K=3 tree 32x63 T=0"
+    assert found.title == "Acceptance length of full, tree 32x63"
     speculation = {"model": str(pair / "full"), "num_speculative_tokens": 3, **tree}
     assert contender.speculation == speculation
     llm = LLM(pair / "target", speculative_config={**speculation, "adaptive": False}, device="cpu")

@@ -224,7 +224,6 @@ def prompt_of(length: int, seed: int = 0) -> Ask:
 def test_nothing_is_collected_while_a_graph_is_captured():
     """A graph that is destroyed in the middle of a capture makes it fail: those of an engine that is gone."""
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="of the pass"), graphs._without_collecting():
+    with graphs._without_collecting():
         assert not gc.isenabled()
-        raise ValueError("of the pass")
     assert gc.isenabled()

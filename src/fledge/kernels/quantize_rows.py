@@ -59,7 +59,8 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> CodedRows:
 def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> CodedRows:
     wide = x.float()
     if scale is None:
-        scales = wide.abs().amax(-1, keepdim=True) / FP8_MAX
+        largest = wide.abs().amax(-1, keepdim=True)
+        scales = largest / torch.full_like(largest, FP8_MAX)  # by a number, torch on a GPU multiplies with its inverse
         scales = scales.masked_fill(scales == 0, 1.0)
     else:
         scales = scale.expand(*x.shape[:-1], 1).contiguous()

@@ -65,11 +65,13 @@ def choose_launch(*, rows: int, columns: int, size: int, processors: int) -> dic
 
     A step has as many bytes as one in 16 bits.
     """
-    if columns >= 128 * processors:
-        launch, most = {"WIDE": True, "BLOCK_N": 128, "BLOCK_K": 256, "num_stages": 4}, 32
-    elif columns >= 40 * processors:
-        launch, most = {"WIDE": True, "BLOCK_N": 64, "BLOCK_K": 256, "num_stages": 5}, 32
+    if rows > 64:
+        return None
+    if columns >= 128 * processors and rows > 16:
+        launch = {"WIDE": True, "BLOCK_N": 128, "BLOCK_K": 256, "num_stages": 4, "num_warps": 8}
+    elif columns >= 40 * processors or rows > 32:
+        launch = {"WIDE": True, "BLOCK_N": 64, "BLOCK_K": 256, "num_stages": 5}
     else:
-        launch, most = {"WIDE": False, "BLOCK_N": 32, "BLOCK_K": 256, "num_stages": 4}, 16
+        launch = {"WIDE": False, "BLOCK_N": 32, "BLOCK_K": 128, "num_stages": 6}
     step = launch["BLOCK_K"] * (1 if launch["WIDE"] else CHAINS)
-    return launch if rows <= most and size % step == 0 else None
+    return launch if size % step == 0 else None

@@ -97,8 +97,7 @@ def skinny_linear_triton(
         BIAS=bias is not None,
         SCALED=scales is not None,
         IMPRECISE=launch["BLOCK_K"] if scales is not None else None,
-        num_warps=4,
-        **launch,
+        **{"num_warps": 4, **launch},
         **overlapping(x.device),
     )
     return out

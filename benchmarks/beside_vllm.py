@@ -25,7 +25,6 @@ import fcntl
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -44,7 +43,6 @@ MAX_MODEL_LEN = 2048
 MAX_TOKENS = 96
 REQUESTS = {1: 10, 4: 24, 16: 48, 64: 128, 256: 512}
 STEPS_PROMPT, STEPS_SHORT, STEPS_LONG = 128, 16, 112  # a step is what the longer answers take longer
-DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 VLLM_SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -62,7 +60,6 @@ class Part:
     drafter: str | None = None
     concurrencies: tuple[int, ...]
     coding: tuple[int, ...] = ()  # so many requests at once of the first set alone too
-    vllm_target: str | None = None  # where it reads another one
 
     @property
     def is_random(self) -> bool:
@@ -73,7 +70,7 @@ PARTS = {
     "8b": Part(target="8b", drafter="8b-drafter", concurrencies=(1, 4, 16, 64, 256), coding=(1, 4, 16)),
     "1b": Part(target="1b", drafter="1b-drafter", concurrencies=(1, 4, 16, 64, 256)),
     "fp8": Part(target="8b-fp8", drafter="8b-drafter", concurrencies=(1,)),
-    "fp8-dynamic": Part(target="8b-fp8", drafter="8b-drafter", concurrencies=(1,), vllm_target="8b-fp8-dynamic"),
+    "fp8-dynamic": Part(target="8b-fp8-dynamic", drafter="8b-drafter", concurrencies=(1, 16, 64)),
     "int4": Part(target="8b-int4", drafter="8b-drafter", concurrencies=(1,)),
     "moe": Part(target="qwen3-30b-a3b", concurrencies=(1, 4, 16)),
     "mla": Part(target="deepseek-v2-lite", concurrencies=(1, 4, 16)),
@@ -100,7 +97,7 @@ class Models:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for name in dict.fromkeys(one for part in parts for one in (part.target, part.vllm_target or part.target)):
+            for name in dict.fromkeys(part.target for part in parts):
                 if not self.path(name).exists():
                     started = time.perf_counter()
                     self._make(name)
@@ -117,20 +114,6 @@ class Models:
             words += ["--drafter", self.drafter, "--drafter-out", f"{path}-drafter", "--quiet"]
             words += ["--dtype", "bfloat16"]
             subprocess.run(words, check=True)
-        elif kind == "fp8-dynamic":
-            weights = self.path(f"{shape}-fp8")
-            if not weights.exists():
-                self._make(weights.name)
-            making = path.with_name(f"{name}.part")
-            shutil.rmtree(making, ignore_errors=True)
-            making.mkdir()
-            for file in weights.iterdir():
-                (making / file.name).symlink_to(file.resolve())
-            config = json.loads((weights / "config.json").read_text())
-            config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = DYNAMIC
-            (making / "config.json").unlink()
-            (making / "config.json").write_text(json.dumps(config))
-            making.rename(path)
         else:
             from fledge.checkpoints.quantize import quantize_target  # noqa: PLC0415 - imports torch
 
@@ -291,7 +274,7 @@ def start(name: str, models: Models, options: argparse.Namespace, live: list[Wor
             path = str(Path(options.vllm_path).resolve()) if options.vllm_path else ""
             cache = str(models.folder.resolve() / "vllm-cache" / f"{name}-{depth}")
             env = {**VLLM_SETTINGS, "PYTHONPATH": path, "VLLM_CACHE_ROOT": cache}
-            launch("vllm", (depth,), options.vllm_python, models.path(part.vllm_target or part.target), env)
+            launch("vllm", (depth,), options.vllm_python, target, env)
     if "fledge" in options.engines:
         ours = {"PYTHONPATH": str(HERE.parent / "src"), "FLEDGE_COSTS": "0"}
         launch("fledge", depths, sys.executable, target, ours)

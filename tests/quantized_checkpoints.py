@@ -1,7 +1,7 @@
 """Quantised checkpoints of tiny models, written down from the definition of each format, in plain numpy.
 
 `FORMATS` has, by a name, what config.json says of the weights, and a function that stores one matrix: it returns the
-tensors, by what follows the linear's name, and the matrix in float32 that they mean.
+tensors, by what follows the linear's name, and the matrix in float32 that they mean. And what is multiplied with it.
 """
 
 import json
@@ -17,6 +17,7 @@ from torch import Tensor
 
 Stored = tuple[dict[str, Tensor], Tensor]
 GROUP = 16
+INPUT_SCALE = 0.005  # some inputs are larger than 448 of these
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
 
@@ -24,6 +25,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 class Format:
     config: dict[str, Any]
     store: Callable[[Tensor], Stored]
+    multiplied: Callable[[Tensor], Tensor] = lambda x: x
 
 
 def _fp8(matrix: Tensor, rows: int, columns: int, scale: str, *, shape: tuple[int, ...] | None = None) -> Stored:
@@ -37,6 +39,23 @@ def _fp8(matrix: Tensor, rows: int, columns: int, scale: str, *, shape: tuple[in
             codes[at] = (matrix[at] / scales[i, j]).to(torch.float8_e4m3fn)
             meant[at] = codes[at].float() * scales[i, j]
     return {"weight": codes, scale: scales if shape is None else scales.reshape(shape)}, meant
+
+
+def _float8(x: Tensor, scale: Tensor) -> Tensor:
+    """x as E4M3 with this scale, in its own dtype."""
+    return ((x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    return torch.stack([_float8(row, row.float().abs().max() / 448) for row in x])
+
+
+def _by_tensor(x: Tensor) -> Tensor:
+    return _float8(x, torch.tensor(INPUT_SCALE))
+
+
+def _with_input_scale(stored: Stored, name: str = "input_scale") -> Stored:
+    return {**stored[0], name: torch.tensor(INPUT_SCALE)}, stored[1]
 
 
 def _integers(matrix: Tensor, bits: int, group: int, symmetric: bool, groups: np.ndarray | None = None) -> tuple:
@@ -140,9 +159,10 @@ def _mxfp4(matrix: Tensor) -> Stored:
     return {"weight_packed": packed, "weight_scale": exponents}, meant
 
 
-def _compressed(form: str, **weights: Any) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, **weights}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+def _compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    activations = None if inputs is None else numbers | inputs
+    group = {"targets": ["Linear"], "weights": numbers | weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -165,11 +185,31 @@ FORMATS = {
     "ct-fp8-channel": Format(
         _compressed("float-quantized", strategy="channel"), lambda w: _fp8(w, 1, w.shape[1], "weight_scale")
     ),
+    "ct-fp8-dynamic": Format(
+        _compressed("float-quantized", {"strategy": "token", "dynamic": True}, strategy="channel"),
+        lambda w: _fp8(w, 1, w.shape[1], "weight_scale"),
+        _by_token,
+    ),
+    "ct-fp8-static": Format(
+        _compressed("float-quantized", {"strategy": "tensor"}, strategy="tensor"),
+        lambda w: _with_input_scale(_fp8(w, *w.shape, "weight_scale", shape=(1,))),
+        _by_tensor,
+    ),
     "ct-fp8-block": Format(
-        _compressed("float-quantized", strategy="block", block_structure=[12, 24]),
+        _compressed(  # with activations that stay as they are
+            "float-quantized",
+            {"strategy": "group", "group_size": 24, "dynamic": True},
+            strategy="block",
+            block_structure=[12, 24],
+        ),
         lambda w: _fp8(w, 12, 24, "weight_scale"),
     ),
-    "ct-int8": Format(_compressed("int-quantized", type="int", strategy="channel"), _int8),
+    "ct-int8": Format(  # with activations that stay as they are
+        _compressed(
+            "int-quantized", {"type": "int", "strategy": "token", "dynamic": True}, type="int", strategy="channel"
+        ),
+        _int8,
+    ),
     "ct-int8-packed": Format(
         _ints(num_bits=8, strategy="channel", group_size=-1), lambda w: _packed(w, 8, w.shape[1], True)
     ),
@@ -187,8 +227,15 @@ FORMATS = {
         {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["lm_head"]},
         lambda w: _fp8(w, 16, 16, "weight_scale_inv"),
     ),
-    "fp8-tensor": Format(
-        {"quant_method": "fp8", "activation_scheme": "static"}, lambda w: _fp8(w, *w.shape, "weight_scale", shape=())
+    "fp8-static": Format(
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        lambda w: _with_input_scale(_fp8(w, *w.shape, "weight_scale", shape=()), "activation_scale"),
+        _by_tensor,
+    ),
+    "fp8-dynamic": Format(
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        lambda w: _fp8(w, *w.shape, "weight_scale", shape=()),
+        _by_token,
     ),
     "gptq": Format({**_GPTQ, "bits": 4}, lambda w: _gptq(w, 4, 1, ordered=False)),
     "gptq-act-order": Format({**_GPTQ, "bits": 4, "desc_act": True}, lambda w: _gptq(w, 4, 1, ordered=True)),
@@ -198,7 +245,8 @@ FORMATS = {
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
     "modelopt-fp8": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head*"]},
-        lambda w: _fp8(w, *w.shape, "weight_scale", shape=()),
+        lambda w: _with_input_scale(_fp8(w, *w.shape, "weight_scale", shape=())),
+        _by_tensor,
     ),
     "modelopt-nvfp4": Format(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},

@@ -78,7 +78,7 @@ def endpoints(names: Sequence[str]) -> Iterator[Row]:
 def metrics(names: Sequence[str]) -> Iterator[Row]:
     """Each metric: the same name after our prefix."""
     known = _data("metrics.yaml")
-    ours = {*known["counters"], *known["gauges"], *known["observed"]}
+    ours = {*known["counters"], *known["gauges"], *known["observed"], *known["summed"]}
     for name in names:
         yield f"vllm:{name}", HONOUR if name in ours else ABSENT, f"`fledge_{name}`" if name in ours else ""
 

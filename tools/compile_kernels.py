@@ -30,6 +30,11 @@ from fledge.kernels import _overlap, invariant_attention
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import fragment_linear_triton
 from fledge.kernels.invariant_linear import choose_tiles, tiled_linear
+from fledge.kernels.quantize_rows import quantize_rows
+from fledge.kernels.rms_norm import coded_add_rms_norm, coded_rms_norm
+from fledge.kernels.scaled_linear import choose_launch as choose_codes_launch
+from fledge.kernels.skinny_linear import skinny_linear_triton
+from fledge.kernels.swiglu import coded_swiglu
 from fledge.layers.config import LatentConfig
 from tests.unit.kernels import (
     admit_cases,
@@ -79,6 +84,26 @@ def _dequantize(case: quantized_cases.Case) -> None:
     for rows, columns in (quantized_cases.SHAPE, (40, 1024)):  # in fragments, and as stored
         weight = quantized_cases.quantized(kind, rows, columns, group, with_zeros=with_zeros, device="meta")
         dequantize_rows_triton(weight, 0, rows, BF16)
+
+
+def _codes(columns: int, size: int) -> None:
+    """Every launch that an H200 has for codes with codes."""
+    given = {"with_zeros": False, "device": "meta", "activations": "token"}
+    weight = quantized_cases.quantized("fp8", columns, size, None, **given)
+    for rows in (1, 16, 32):
+        launch = choose_codes_launch(rows=rows, columns=columns, size=size, processors=132)
+        x = quantize_rows(torch.empty(rows, size, dtype=BF16, device="meta"))
+        if launch is not None:
+            scales = x.scales, weight.scales
+            skinny_linear_triton(x.codes, weight.codes, None, launch=launch, scales=scales, dtype=BF16)
+
+
+def _coded(size: int) -> None:
+    x, weight = torch.empty(3, size, dtype=BF16), torch.empty(size, dtype=BF16)
+    coded_rms_norm(x, weight, cases.EPS)
+    coded_add_rms_norm(x, x, weight, cases.EPS)
+    coded_swiglu(torch.empty(3, 2 * size, dtype=BF16))
+    quantize_rows(x, torch.empty(()))
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -147,6 +172,9 @@ CASES["prefill_attention latent fp8"] = partial(
 )
 for columns in (28672, 5120, 4096, 2048):
     CASES[f"skinny_linear {columns}"] = partial(cases.skinny_linear, 1, columns, 2048, BF16, CPU)
+for columns, size in ((28672, 4096), (6144, 4096), (4096, 14336)):
+    CASES[f"scaled_linear {columns} x {size}"] = partial(_codes, columns, size)
+    CASES[f"norms and gates in codes, {size}"] = partial(_coded, size)
 CASES["rope_store fp8"] = partial(code_cases.rope_store, 32, 8, 128, BF16, CPU)
 for head_dim in (64, 128):
     CASES[f"invariant_attention {head_dim}"] = partial(_invariant_attention, head_dim)

@@ -69,10 +69,10 @@ def test_files_of_one_title_and_who_is_spoken_of_can_be_told(files: Path):
 @pytest.mark.usefixtures("_blank_pictures")
 def test_markdown_goes_to_a_file_or_is_printed_alone(files: Path):
     done = fledge("bench", "report", "eval.json", "--out", "eval.html", "--markdown", "-", cwd=files)
-    assert done.stdout.startswith("| acceptance length | coding | chat | maths |")
+    assert done.stdout.startswith("Acceptance length:\n\n| drafter | K | T | coding | chat | maths | mean |")
     done = fledge("bench", "report", "eval.json", "--out", "eval.html", "--markdown", "x/eval.md", "--quiet", cwd=files)
     assert (done.returncode, done.stdout) == (0, "")
-    assert (files / "x" / "eval.md").read_text(encoding="utf-8").startswith("| acceptance length |")
+    assert (files / "x" / "eval.md").read_text(encoding="utf-8").startswith("Acceptance length:\n\n| drafter |")
 
 
 @pytest.mark.parametrize(

@@ -142,3 +142,12 @@ def test_mistakes_are_one_line_and_status_2(pair: Path, arguments: tuple[str, ..
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+def test_a_baseline_is_of_chains(pair: Path) -> None:
+    done = run_eval(pair, *ONE, *MINE, *SMALL, "--save-baseline", "--speculative-config", '{"tree_width": 2}')
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--save-baseline is of chains of greedy drafts; leave out --speculative-config" in done.stderr
+    done = run_eval(pair, *ONE, *MINE, *SMALL, "--speculative-config", "tree")
+    assert done.returncode == 2
+    assert "--speculative-config: expected a JSON object" in done.stderr

@@ -22,6 +22,7 @@ from torch import Tensor
 if torch.cuda.is_available():
     os.environ.pop("TRITON_INTERPRET", None)
 
+from fledge.bench.rounds import quantize_linears
 from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
@@ -329,8 +330,17 @@ def mixes_of_sampled_drafts() -> None:
 
 @check
 def mixes_with_fp8_keys_and_values() -> None:
-    for settings in ({}, {"tree": TREE}, {"budgets": True, "num_blocks": 24}):
-        mixes(kv_cache_dtype="fp8", **settings)
+    mixes(kv_cache_dtype="fp8")
+
+
+@check
+def mixes_of_trees_with_fp8_keys_and_values() -> None:
+    mixes(kv_cache_dtype="fp8", tree=TREE)
+
+
+@check
+def mixes_in_a_small_pool_with_fp8_keys_and_values() -> None:
+    mixes(kv_cache_dtype="fp8", budgets=True, num_blocks=24)
 
 
 @check
@@ -387,10 +397,20 @@ def every_family_answers_what_float64_says() -> None:
 
 @check
 def bf16_speculation_parts_only_at_near_ties() -> None:
+    speculation_parts_only_at_near_ties(*on_gpu(*agreeing_pair(WIDE, strength=0.45), torch.bfloat16))
+
+
+@check
+def fp8_activations_part_only_at_near_ties() -> None:
+    """Whose error is larger: a sum in another order puts some numbers on the next code."""
+    target, drafter = on_gpu(*agreeing_pair(WIDE, strength=0.9), torch.bfloat16)
+    quantize_linears(target, "fp8-dynamic")
+    speculation_parts_only_at_near_ties(target, drafter)
+
+
+def speculation_parts_only_at_near_ties(target: TargetModel, drafter: Drafter) -> None:
     """200 prompts in bf16 with and without speculation. Where answers part, both tokens are as near the best as the
     error of bf16, which is measured in the same place, lets them be."""
-    pair = agreeing_pair(WIDE, strength=0.45)
-    target, drafter = on_gpu(*pair, torch.bfloat16)
     exact = copy.deepcopy(target).cpu().double()  # the same weights as bf16 has them
     chance = random.Random(0)
     prompts = [[chance.randrange(WIDE.vocab_size) for _ in range(chance.randint(2, 60))] for _ in range(200)]

@@ -122,6 +122,23 @@ def quantized_linear() -> None:
 
 
 @check
+def scaled_linear() -> None:
+    """By our kernels and by torch, whose sums are in fewer bits; and what neither takes, rounded and dequantised."""
+    for dtype in cases.DTYPES:
+        for rows, size in ((2, 4096), (7, 300), (33, 14336), (600, 2048)):
+            quantized_cases.quantize_rows(rows, size, dtype, GPU)
+            quantized_cases.coded_results(rows, size, dtype, GPU)
+    for columns, size in ((28672, 1024), (6144, 4096), (4096, 14336)):
+        for rows in (4, 16, 32):
+            quantized_cases.scaled_linear(rows, columns, size, BF16, GPU, units=2)
+    for rows in (33, 70, 256, 300):
+        quantized_cases.scaled_linear(rows, 4096, 4096, BF16, GPU, units=2)
+    odd = ((3, 528, 1024, FP16), (300, 528, 1024, FP16), (5, 40, 384, BF16), (3, 50, 136, FP32))
+    for rows, columns, size, dtype in odd:
+        quantized_cases.scaled_linear(rows, columns, size, dtype, GPU, units=3)
+
+
+@check
 def rope_store() -> None:
     for dtype in cases.DTYPES:
         for norm in (False, True):

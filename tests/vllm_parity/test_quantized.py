@@ -1,4 +1,7 @@
-"""Quantised checkpoints mean to us, to the last bit, what they mean to the compressed-tensors package."""
+"""Quantised checkpoints mean to us, to the last bit, what they mean to the compressed-tensors package.
+
+Products with activations in eight bits are the same but for the order of sums, in float32.
+"""
 
 import os
 import subprocess
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fledge.checkpoints.quantize import WIDTHS, quantize_target
 from fledge.checkpoints.target import load_target, save_target
@@ -23,6 +26,7 @@ _SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "num_kv_
 CONFIG = replace(TINY_TARGET, num_layers=1, layer=replace(TINY_LAYER, **_SIZES))
 # The package takes blocks that do not divide a matrix for smaller ones, and one column of blocks for rows.
 LEFT_OUT = ("ct-fp8-block",)
+ROUNDED = ("ct-fp8-dynamic", "ct-fp8-static", "fp8-dynamic")
 PARTS = {
     "self_attn.qkv_proj": "qkv",
     "self_attn.o_proj": "o",
@@ -39,14 +43,23 @@ def test_weights_are_those_of_compressed_tensors(tmp_path: Path) -> None:
     for width in WIDTHS:
         quantize_target(tmp_path / "dense", tmp_path / width, width)
     directories = [tmp_path / name for name in (*names, *WIDTHS)]
-    script = Path(__file__).with_name("run_compressed_tensors.py")
-    done = subprocess.run([str(VLLM_PYTHON), script, *directories], capture_output=True, text=True, check=False)
+    sizes = torch.logspace(-3, 1, 7)[:, None]
+    inputs = {str(columns): torch.randn(1, 7, columns) * sizes for columns in (256, 512)}
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    script = [str(VLLM_PYTHON), Path(__file__).with_name("run_compressed_tensors.py"), tmp_path / "inputs.safetensors"]
+    done = subprocess.run([*script, *directories], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     for directory in directories:
         theirs = load_file(directory / "dequantised.safetensors")
         layer = load_target(directory, dtype=torch.float32).layers[0]
         for linear, parts in PARTS.items():
             block = linear.partition(".")[0]
-            expected = torch.cat([theirs[f"model.layers.0.{block}.{part}_proj.weight"] for part in parts])
-            found = layer.get_submodule(linear).weight
-            assert torch.equal(found.to(expected.dtype), expected), (directory.name, linear)
+            names = [f"model.layers.0.{block}.{part}_proj" for part in parts]
+            expected, module = torch.cat([theirs[f"{name}.weight"] for name in names]), layer.get_submodule(linear)
+            assert torch.equal(module.weight.to(expected.dtype), expected), (directory.name, linear)
+            is_rounded = module.activations is not None
+            assert is_rounded == (directory.name in ROUNDED)
+            if is_rounded:
+                product = torch.cat([theirs[f"{name}.product"] for name in names], dim=-1)
+                found = module(inputs[str(module.in_features)])
+                torch.testing.assert_close(found, product, rtol=1e-5, atol=1e-5 * float(product.abs().max()))

@@ -1,13 +1,11 @@
 """Ways to draft that a benchmark compares: chains, trees, depths by batch size, the controller."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fledge.engine.config import DEFAULT_TREE_BUDGET, SpeculativeConfig
 from fledge.errors import ConfigError
-
-DraftMode = Mapping[str, Any]  # a --speculative-config without its model
+from fledge.evaluation.results import DraftMode
 
 
 def draft_modes(
@@ -40,13 +38,3 @@ def _numbers(option: str, text: str, pattern: str, expected: str) -> list[list[i
             raise ConfigError(f"--{option}: found {part!r}, expected {expected}")
         numbers.append([int(one or 0) for one in found.groups()])
     return numbers
-
-
-def mode_name(mode: DraftMode) -> str:
-    """Write "K=3", "K=3 tree 4x16", "K=5@1-4,3@5-64" or "adaptive K<=7"."""
-    if rows := mode.get("num_speculative_tokens_per_batch_size"):
-        return "K=" + ",".join(f"{depth}@{first}-{last}" for first, last, depth in rows)
-    if mode.get("adaptive"):
-        return f"adaptive K<={mode['num_speculative_tokens']}"
-    tree = f" tree {mode['tree_width']}x{mode['tree_budget']}" if "tree_width" in mode else ""
-    return f"K={mode['num_speculative_tokens']}{tree}"

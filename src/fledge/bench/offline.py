@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from fledge.bench.draft_modes import DraftMode, mode_name
 from fledge.bench.inflate import inflate_drafter, inflate_target, shape_named
 from fledge.bench.offline_vllm import start_vllm, vllm_contenders
 from fledge.bench.run import INTERRUPTED, BenchRun, RunSettings, cell_name
@@ -32,7 +31,17 @@ from fledge.engine.protocol import DeadEngineError, Engine
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.engine.vllm_engine import VllmEngine
 from fledge.errors import ConfigError
-from fledge.evaluation.results import Cell, Contender, RequestRecord, Results, Status, answer_facts, tally_triples
+from fledge.evaluation.results import (
+    Cell,
+    Contender,
+    DraftMode,
+    RequestRecord,
+    Results,
+    Status,
+    answer_facts,
+    mode_name,
+    tally_triples,
+)
 from fledge.evaluation.workloads import Prompt, spread, tokenised
 from fledge.files import read_json
 from fledge.models.config import DrafterConfig

@@ -144,7 +144,7 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     with without_weights():
         form = checkpoint.weight_format
         expected = stored_shapes(build(checkpoint.config), form, checkpoint.stored_names, checkpoint.files.infos)
-    stored = weight_names(checkpoint.stored_names, form).keys() - {T2D}
+    stored = weight_names(checkpoint.stored_names, form, expected).keys() - {T2D}
     if D2T in stored and D2T not in expected:
         stored -= {D2T}
         name = "d2t-without-reduction" if checkpoint.read(D2T).any() else "d2t-identity"

@@ -1,6 +1,7 @@
-"""A target or a drafter in fewer bits, rounded to nearest, in the layout of compressed-tensors: weights alone.
+"""A target or a drafter in fewer bits, rounded to nearest, in the layout of compressed-tensors.
 
     fp8         E4M3, a scale for each row
+    fp8-dynamic the same, and activations in E4M3 too, a scale for each token; with all others they stay as they are
     fp8-block   E4M3, a scale for each block of 128 x 128; only where these divide every matrix: others read no rest
     int8        a scale for each row
     int4        a scale for each group of 128 columns, or 64 or 32 where 128 does not divide every width, else each row
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.checkpoints.formats.at_load import QUANTIZABLE, fp8_rows, scales_for
+from fledge.checkpoints.formats.at_load import QUANTIZABLE
 from fledge.checkpoints.formats.compressed_tensors import METHOD
 from fledge.checkpoints.formats.dense import DENSE
 from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
@@ -33,14 +34,15 @@ from fledge.checkpoints.tensors import TensorFiles, refuse_existing, write_model
 from fledge.checkpoints.weights import linear_of, weight_format
 from fledge.devices import choose_device
 from fledge.errors import CheckpointError
+from fledge.kernels.cache_codes import FP8, FP8_MAX
+from fledge.kernels.quantize_rows import quantize_rows
 from fledge.kernels.quantized_linear import INT4_OFFSET, QuantizedWeight, in_fewest_bits, pack_halves
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target import FAMILIES
 from fledge.version import __version__
 
-Width = Literal["fp8", "fp8-block", "int8", "int4"]
+Width = Literal["fp8", "fp8-dynamic", "fp8-block", "int8", "int4"]
 WIDTHS: tuple[Width, ...] = get_args(Width)
-_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _BLOCK = 128
 _GROUPS = (128, 64, 32)
 # Of integers: how much of a group's range is kept. Cutting its ends off may cost less than a coarser step everywhere.
@@ -141,7 +143,7 @@ def quantized_weight(matrix: Tensor, width: Width) -> QuantizedWeight:
     if width == "fp8-block":
         scales = scales.repeat_interleave(_BLOCK, dim=0)
     return QuantizedWeight(
-        kind="fp8" if width == "fp8-block" else width,
+        kind="int4" if width == "int4" else "int8" if width == "int8" else "fp8",
         columns=columns,
         group_size=group or columns,
         codes=pack_halves(codes + INT4_OFFSET)
@@ -150,6 +152,7 @@ def quantized_weight(matrix: Tensor, width: Width) -> QuantizedWeight:
         if width == "int8"
         else codes,
         scales=in_fewest_bits(scales),
+        activations="token" if width == "fp8-dynamic" else None,
     )
 
 
@@ -164,11 +167,12 @@ def _stored(
     values = matrix.float()
     if width == "fp8-block":
         blocks = values.view(len(values) // _BLOCK, _BLOCK, -1, _BLOCK)
-        scales = scales_for(blocks.abs().amax((1, 3)), _FP8_MAX)
+        scales = _scales_for(blocks.abs().amax((1, 3)), FP8_MAX)
         codes = (blocks / scales[:, None, :, None]).view_as(values)
-        return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales}
-    if width == "fp8":
-        return dict(zip(("weight", "weight_scale"), fp8_rows(values), strict=True))
+        return {"weight": codes.to(FP8), "weight_scale": scales}
+    if width in ("fp8", "fp8-dynamic"):
+        rows = quantize_rows(values)
+        return {"weight": rows.codes, "weight_scale": rows.scales}
     bits = 8 if width == "int8" else 4
     size = group or values.shape[1]
     weights = None if importance is None else importance.to(values).view(-1, size)
@@ -182,6 +186,11 @@ def _stored(
     }
 
 
+def _scales_for(largest: Tensor, highest: float) -> Tensor:
+    """What the code `highest` is multiplied with to stand for a value of this size; 1 where there is nothing."""
+    return torch.where(largest > 0, largest / highest, 1.0)
+
+
 def _integers(groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     """groups [rows, groups, size] -> signed codes of the same shape and scales [rows, groups], rounded to `dtype`.
 
@@ -189,7 +198,7 @@ def _integers(groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor 
     importance [groups, size]. Eight bits that have none keep their whole range.
     """
     lowest, highest = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
-    widest = scales_for(groups.abs().amax(-1), highest + 0.5)
+    widest = _scales_for(groups.abs().amax(-1), highest + 0.5)
     best_error = torch.full_like(widest, torch.inf)
     codes, scales = torch.zeros_like(groups), widest
     for kept in _KEPT if bits == 4 or importance is not None else _KEPT[:1]:
@@ -219,8 +228,9 @@ def _config(width: Width, group: int | None, ignored: list[str]) -> dict[str, An
     weights["strategy"] = "block" if width == "fp8-block" else "group" if group else "channel"
     if width == "fp8-block":
         weights["block_structure"] = [_BLOCK, _BLOCK]
+    inputs = {**weights, "dynamic": True, "strategy": "token"} if width == "fp8-dynamic" else None
     form = "pack-quantized" if "int" in width else "float-quantized"
-    group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": METHOD,
         "format": form,

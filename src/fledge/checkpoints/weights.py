@@ -131,7 +131,7 @@ def stored_shapes(
     `tied` are linears that are not stored, because the caller gives them another module's matrix.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    parts, held = _parts(model, names), _held(names, infos)
+    parts, held = _parts(model, weight_names(names, form)), _held(names, infos)
     for name, tensor in model.state_dict().items():
         if name not in parts:
             shapes[name] = tuple(tensor.shape)
@@ -143,10 +143,10 @@ def stored_shapes(
     return shapes
 
 
-def weight_names(names: Mapping[str, str], form: WeightFormat) -> dict[str, str]:
-    """`names` without scales of what is no weight: activations, keys and values."""
+def weight_names(names: Mapping[str, str], form: WeightFormat, expected: Collection[str] = ()) -> dict[str, str]:
+    """`names` without scales of what is no weight, activations, keys and values, but for those `expected`."""
     unread = () if form is DENSE else UNREAD
-    return {ours: stored for ours, stored in names.items() if ours.rpartition(".")[2] not in unread}
+    return {ours: stored for ours, stored in names.items() if ours in expected or ours.rpartition(".")[2] not in unread}
 
 
 def summarize_weights(names: Mapping[str, str], infos: Infos, form: WeightFormat) -> WeightSummary | None:
@@ -204,8 +204,9 @@ def load_weights(
     """
     if form is not DENSE:
         load_kv_scales(model, files, names)
-    names = weight_names(names, form)
-    _check_names(files, names, stored_shapes(model, form, names, files.infos, tied=tied))
+    shapes = stored_shapes(model, form, names, files.infos, tied=tied)
+    names = weight_names(names, form, shapes)
+    _check_names(files, names, shapes)
     parts, held = _parts(model, names), _held(names, files.infos)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and n not in tied}
     precise = replace(placement, dtype=torch.float32)

@@ -31,7 +31,7 @@ def rounds(
     concurrency: str = "1,4,16",
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
-    quantize: Literal["fp8", "fp8-block", "int8", "int4"] | None = None,
+    quantize: Literal["fp8", "fp8-dynamic", "fp8-block", "int8", "int4"] | None = None,
     device: str = "auto",
     count: int = 100,
     prefill: bool = False,

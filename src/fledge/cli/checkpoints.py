@@ -126,7 +126,7 @@ def convert(
     to: Literal["vllm", "speculators"] | None = None,
     target: str | None = None,
     num_speculative_tokens: int = 3,
-    quantize: Literal["fp8", "fp8-block", "int8", "int4"] | None = None,
+    quantize: Literal["fp8", "fp8-dynamic", "fp8-block", "int8", "int4"] | None = None,
     calibrate: str | None = None,
     drafter: str | None = None,
     workload: str = "short",

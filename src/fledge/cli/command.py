@@ -21,6 +21,7 @@ from rich.console import Console
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import CheckpointError, ConfigError, FledgeError, nearest_name_hint
+from fledge.files import parse_json
 
 if TYPE_CHECKING:
     from fledge.bench.run import BenchRun
@@ -114,6 +115,17 @@ def numbers(
         if not low <= number <= high:
             raise ConfigError(f"--{option}: found {number}, allowed is {low} to {high}")
     return found
+
+
+def json_object(option: str, text: str | None) -> dict[str, Any]:
+    """Read the value of an option; empty, if it is not given."""
+    try:
+        values = parse_json(text or "{}")
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(f'{option}: expected a JSON object, such as {{"name": 1}}')
+    return values
 
 
 def one_of(option: str, value: str, known: Iterable[str]) -> None:

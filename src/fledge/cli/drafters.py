@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from fledge.cli.command import INTERRUPTED, leave, models, numbers, one_of, options, settings_of
+from fledge.cli.command import INTERRUPTED, json_object, leave, models, numbers, one_of, options, settings_of
 from fledge.errors import ConfigError
 from fledge.files import write_text
 from fledge.progress import Progress
@@ -26,6 +26,7 @@ def evaluate(
     drafter: list[str] | None = None,
     workload: list[str] | None = None,
     depth: str = "3,5,7",
+    speculative_config: str | None = None,
     temperature: str = "0,1",
     sample: int = 32,
     seed: int = 0,
@@ -61,13 +62,16 @@ def evaluate(
     from fledge.evaluation.results import check_writable  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
 
+    if save_baseline and speculative_config:
+        raise ConfigError("--save-baseline is of chains of greedy drafts; leave out --speculative-config")
     for option, path in (("--out", out), ("--markdown", markdown)):
         if path is not None:
             check_writable(option, path)
     for name in drafters if save_baseline else ():
         check_writable("--save-baseline", resolve(name) / BASELINE_FILE)
-    more = {"engine": backend, "vllm_options": tuple(vllm_option or ())}
-    settings = settings_of(EvalSettings, locals(), sample=sample or None, **more)
+    more = {"engine": backend, "vllm_options": tuple(vllm_option or ()), "sample": sample or None}
+    drafting = json_object("--speculative-config", speculative_config)
+    settings = settings_of(EvalSettings, locals(), speculative_config=drafting, **more)
     workloads = load_workloads(workload or ["short"], sample=sample or None, seed=seed, from_hub=from_hub)
     results = run_eval(settings, workloads, Progress(quiet=quiet), out)
     if not results.cells:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.command import one_of, options, settings_of
+from fledge.cli.command import json_object, one_of, options, settings_of
 from fledge.cli.serve_vllm import VllmOptions, open_front, vllm_words
 from fledge.cli.vllm_command import vllm_values
 from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
@@ -90,8 +90,8 @@ def serve(
         raise ConfigError(f"--log-format: found '{log_format}', allowed is text or json")
     template = None if chat_template is None else _read_template(chat_template)
     EngineConfig(**engine)  # refuses, before anything is loaded, what no engine could do
-    template_kwargs = _json_object("--default-chat-template-kwargs", default_chat_template_kwargs)
-    overrides = _json_object("--override-generation-config", override_generation_config)
+    template_kwargs = json_object("--default-chat-template-kwargs", default_chat_template_kwargs)
+    overrides = json_object("--override-generation-config", override_generation_config)
     listener, source = _bind(host, port) if uds is None else _bind_path(uds), model or TARGET
 
     try:
@@ -237,19 +237,9 @@ def _bind_path(path: str) -> socket.socket:
     return listener
 
 
-def _json_object(option: str, text: str | None) -> dict[str, Any]:
-    try:
-        values = parse_json(text or "{}")
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise ConfigError(f'{option}: expected a JSON object, such as {{"name": 1}}')
-    return values
-
-
 def _disables_any_whitespace(config: str | None) -> bool:
     """Read vLLM's JSON for structured outputs: of its fields, white space is the one that means something here."""
-    disabled = _json_object("--structured-outputs-config", config).get("disable_any_whitespace", False)
+    disabled = json_object("--structured-outputs-config", config).get("disable_any_whitespace", False)
     if not isinstance(disabled, bool):
         raise ConfigError('--structured-outputs-config: expected JSON such as {"disable_any_whitespace": true}')
     return disabled

@@ -6,8 +6,10 @@ from the device state. It has a fixed size: rounds are padded with the row that 
 that nobody reads. Long prompts keep the device busy for longer than they take to launch, and run as they are.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -263,11 +265,12 @@ class GraphRunner:
             play()
             stream.synchronize()
             # Not `torch.cuda.graph`: that gives all free memory back to the device before each of hundreds of graphs.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                outcome = play()
-            finally:
-                graph.capture_end()
+            with _without_collecting():
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    outcome = play()
+                finally:
+                    graph.capture_end()
         self._pool = graph.pool()
 
         def replay() -> Any:
@@ -296,6 +299,18 @@ class GraphRunner:
         outcome = program.run(self._state, inputs)
         self._state.reset_padding()
         return outcome
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Graphs of an engine that is gone, if they were collected while another is captured, would make that fail."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def make_graphs(state: DeviceState, config: EngineConfig, budgets: Budgets) -> GraphRunner | None:

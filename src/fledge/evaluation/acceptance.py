@@ -27,6 +27,7 @@ from fledge.engine.protocol import EngineStats
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
 from fledge.evaluation.results import (
+    DraftMode,
     RequestRecord,
     Rounds,
     Tally,
@@ -146,9 +147,12 @@ class AcceptanceMeter:
         is_precise = self.dtype == "float32" and self.settings.kv_cache_dtype in ("auto", "float32")
         return TIE if is_precise or self.settings.batch_invariant else SIXTEEN_BIT_TIE
 
-    def exchange(self, drafter: str | Path | None, depth: int = 0) -> None:
-        """Draft with another drafter or to another depth; None: the target alone. Raises what `LLM` does."""
-        fixed = {"num_speculative_tokens": depth, "adaptive": False}
+    def exchange(self, drafter: str | Path | None, depth: int = 0, more: DraftMode | None = None) -> None:
+        """Draft with another drafter, to another depth, in another way; None: the target alone. Raises what `LLM` does.
+
+        `more` has further keys of a speculative config, such as those of a tree.
+        """
+        fixed = {"num_speculative_tokens": depth, "adaptive": False, **(more or {})}
         speculation = None if drafter is None else {"model": str(drafter), **fixed}
         if speculation != self._speculation:
             self._speculation = {}  # if this fails, nothing is known to be in use

@@ -2,16 +2,26 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fledge.checkpoints.contract import INFLATED
 from fledge.checkpoints.source import resolve
-from fledge.engine.config import MAX_DEPTH
+from fledge.engine.config import MAX_DEPTH, SpeculativeConfig
 from fledge.errors import CheckpointError, ConfigError, FledgeError
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings, TargetTurn
-from fledge.evaluation.results import Cell, Contender, Difference, Load, RequestRecord, Results, write_results
+from fledge.evaluation.results import (
+    Cell,
+    Contender,
+    Difference,
+    DraftMode,
+    Load,
+    RequestRecord,
+    Results,
+    mode_name,
+    write_results,
+)
 from fledge.evaluation.workloads import Workload, with_token_ids
 from fledge.files import distinct_names, read_json
 from fledge.progress import Progress
@@ -27,6 +37,8 @@ _RECORDED = (
     "kv_cache_dtype",
     "batch_invariant",
 )  # settings that results tell
+# Keys of a speculative config that drafters and depths stand for.
+_OWN_KEYS = ("model", "num_speculative_tokens", "adaptive", "num_speculative_tokens_per_batch_size")
 _NAMED = 3  # prompts that a note names; the results have all
 
 
@@ -37,6 +49,7 @@ class EvalSettings(AcceptanceSettings):
     drafters: tuple[str, ...]
     depths: tuple[int, ...] = (3, 5, 7)
     temperatures: tuple[float, ...] = (0.0, 1.0)
+    speculative_config: DraftMode = field(default_factory=dict)  # how to draft otherwise: trees, sampled drafts
     sample: int | None = None  # what the workloads were sampled with, for the record
 
     def __post_init__(self) -> None:
@@ -48,6 +61,9 @@ class EvalSettings(AcceptanceSettings):
             for value in getattr(self, f"{name}s"):
                 if not least <= value <= most:
                     raise ConfigError(f"{name}: found {value:g}, allowed is {least} to {most}")
+        if own := [key for key in _OWN_KEYS if key in self.speculative_config]:
+            raise ConfigError(f"speculative_config: leave out {', '.join(own)}: there are options for these")
+        SpeculativeConfig.from_dict({"model": "any", **self.speculative_config})  # raises for what no engine could do
 
 
 def run_eval(
@@ -131,7 +147,7 @@ class _EvalRun:
             if turns
         }
         try:
-            self.meter.exchange(drafter, depth)
+            self.meter.exchange(drafter, depth, self.settings.speculative_config)
             total = sum(len(self.turns[key]) for key in cells)
             with self.progress.task(f"{self.names[drafter]} K={depth}", total) as advance:
                 for key in list(cells):
@@ -176,9 +192,10 @@ class _EvalRun:
             workload.name: {**workload.facts, "categories": workload.categories, **self.unfit[workload.name]}
             for workload in self.workloads
         }
+        how = mode_name({"num_speculative_tokens": 0, **settings.speculative_config}).removeprefix("K=0").strip()
         results = Results(
             kind="eval",
-            title=f"Acceptance length of {', '.join(self.names.values())}",
+            title=f"Acceptance length of {', '.join(self.names.values())}{how and ', ' + how}",
             baseline=None,
             contenders=tuple(one for one in itertools.starmap(self._contender, every) if one.name in done),
             cells=tuple(self.cells),
@@ -212,12 +229,13 @@ class _EvalRun:
         return notes
 
     def _contender(self, drafter: str, depth: int, temperature: float) -> Contender:
+        mode = {"num_speculative_tokens": depth, **self.settings.speculative_config}
         return Contender(
-            name=f"{self.names[drafter]} K={depth} T={temperature:g}",
+            name=f"{self.names[drafter]} {mode_name(mode)} T={temperature:g}",
             kind="fledge",
             target=self.settings.target,
             drafter=drafter,
-            speculation={"model": drafter, "num_speculative_tokens": depth},
+            speculation={"model": drafter, **mode},
             inflated=self.inflated,
             temperature=temperature,
         )

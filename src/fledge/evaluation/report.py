@@ -20,6 +20,7 @@ from fledge.evaluation.results import (
     Results,
     Rounds,
     conversation_of,
+    mode_name,
     statistics_of,
     token_share,
 )
@@ -45,6 +46,7 @@ class EvalRow(Record):
     contender: str
     drafter: str  # its short name
     depth: int
+    mode: str  # the depth, and how it drafts if not a chain of greedy drafts
     temperature: float
     by_workload: Mapping[str, Interval]  # those that were measured in full
     mean: Interval | None  # of the workloads, each weighing the same; None where one of them is missing
@@ -110,6 +112,7 @@ def eval_row(results: Results, contender: Contender) -> EvalRow:
         contender=contender.name,
         drafter=contender.name.partition(" K=")[0],
         depth=int((contender.speculation or {})["num_speculative_tokens"]),
+        mode=mode_name(contender.speculation or {}).removeprefix("K="),
         temperature=contender.temperature or 0.0,
         by_workload=by_workload,
         mean=_mean([by_workload.get(name) for name in workloads_of(results)]),
@@ -247,7 +250,9 @@ class EvalReport:
     def drafters(self) -> list[str]:
         return list(dict.fromkeys(row.drafter for row in self.rows))
 
-    def tables(self, write: Callable[[Interval | None], TableCell | str] | None = None) -> list[Table]:
+    def tables(
+        self, write: Callable[[Interval | None], TableCell | str] | None = None, *, by_workload_alone: bool = False
+    ) -> list[Table]:
         """By workload, depth, category and input length; those that say nothing new are left out.
 
         `write` writes a length; if left out, with its interval beside it, as a page shows it.
@@ -255,34 +260,38 @@ class EvalReport:
         write = write or (lambda length: figure_cell(length, "{:.2f}", missing=NOTHING))
 
         def table(title: str, header: Sequence[str], figures: Iterable[Sequence[TableCell | str]]) -> Table:
-            labels = [[row.drafter, str(row.depth), f"{row.temperature:g}"] for row in self.rows]
+            labels = [[row.drafter, row.mode, f"{row.temperature:g}"] for row in self.rows]
             body = [[*label, *cells] for label, cells in zip(labels, figures, strict=True)]
             return Table.of(title, ("drafter", "K", "T", *header), body, labels=3)
 
-        def lengths(title: str, of_row: Callable[[EvalRow], Mapping[str, Interval | None]]) -> list[Table]:
-            """None, where there is one group at most."""
+        def lengths(title: str, of_row: Callable[[EvalRow], Mapping[str, Interval | None]]) -> Table:
             values = [of_row(row) for row in self.rows]
             names = list(dict.fromkeys(name for value in values for name in value))
-            body = [[write(value.get(name)) for name in names] for value in values]
-            return [table(title, names, body)] if len(names) > 1 else []
+            return table(title, names, [[write(value.get(name)) for name in names] for value in values])
+
+        workloads = workloads_of(self.results)
+        is_one = len(workloads) == 1  # which is its own mean
 
         def with_mean(known: Mapping[str, Interval], mean: Interval | None) -> dict[str, Interval | None]:
-            return {**dict.fromkeys(workloads_of(self.results)), **known, "mean": mean}
+            return {**dict.fromkeys(workloads), **known, **({} if is_one else {"mean": mean})}
 
         def shares(title: str, of_row: Callable[[EvalRow], tuple[Mapping[str, float], float | None]]) -> list[Table]:
             """None, where nobody tells."""
-            several = [(*map(known.get, workloads_of(self.results)), whole) for known, whole in map(of_row, self.rows)]
+            several = [(*map(known.get, workloads), whole) for known, whole in map(of_row, self.rows)]
+            several = [row[:1] for row in several] if is_one else several
             body = [[NOTHING if share is None else percent(share) for share in row] for row in several]
             is_told = any(share is not None for row in several for share in row)
-            return [table(title, [*workloads_of(self.results), "all"], body)] if is_told else []
+            return [table(title, workloads if is_one else [*workloads, "all"], body)] if is_told else []
 
-        found = lengths("Acceptance length", lambda row: with_mean(row.by_workload, row.mean))
+        found = [lengths("Acceptance length", lambda row: with_mean(row.by_workload, row.mean))]
         if self.tells_repetition:
-            found += lengths("Without repetition", lambda row: with_mean(row.fresh_by_workload, row.fresh_mean))
+            found.append(lengths("Without repetition", lambda row: with_mean(row.fresh_by_workload, row.fresh_mean)))
             found += shares("Repeated tokens", lambda row: (row.repeated_by_workload, row.repeated))
         if self.tells_copies:
-            found += lengths(NOVEL.capitalize(), lambda row: with_mean(row.novel_by_workload, row.novel_mean))
+            found.append(lengths(NOVEL.capitalize(), lambda row: with_mean(row.novel_by_workload, row.novel_mean)))
             found += shares("Tokens copied from the prompt", lambda row: (row.copied_by_workload, row.copied))
+        if by_workload_alone:
+            return found
         depths = max((len(row.rate_by_depth) for row in self.rows), default=0)
         rates = [
             [
@@ -296,8 +305,9 @@ class EvalReport:
         title = "Drafts accepted at each depth, and the share of misses whose right token cannot be drafted"
         header = [*map(str, range(1, depths + 1)), "not in draft vocabulary", "rounds"]
         found.append(table(title, header, rates))
-        found += lengths("By category", attrgetter("by_category"))
-        return found + lengths("By input length, prompts of up to so many tokens", attrgetter("by_length"))
+        groups = [lengths("By category", attrgetter("by_category"))]
+        groups.append(lengths("By input length, prompts of up to so many tokens", attrgetter("by_length")))
+        return found + [one for one in groups if len(one.header) > one.labels + 1]  # a single group says nothing new
 
     @property
     def tells_repetition(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from fledge.decoding.drafter_statistics import Triples
 from fledge.decoding.statistics import AcceptanceStatistics, Overlap
+from fledge.engine.config import DEFAULT_TREE_BUDGET
 from fledge.engine.outputs import RoundRecord
 from fledge.errors import ConfigError
 from fledge.files import parse_json, read_bytes, write_text
@@ -23,6 +24,7 @@ from fledge.records import Record, decode
 SCHEMA = 1
 Kind = Literal["fledge", "server", "transformers", "vllm"]  # `server`: any OpenAI-compatible one, over HTTP
 Difference = Literal["tie", "clear", "unchecked"]  # of the target's best two tokens where the answers part
+DraftMode = Mapping[str, Any]  # a --speculative-config without its model
 Status = Literal["complete", "partial", "failed"]
 Tally = tuple[tuple[int, int, int], ...]  # (drafted, accepted, rounds)
 Rounds = Literal["all", "fresh", "novel"]  # fresh: that start on no repeated token; novel: nor on a copied one
@@ -43,6 +45,22 @@ class Contender(Record):
     inflated: str | None = None  # the shape whose cost it has, e.g. "8b", while it says what a small model says
     temperature: float | None = None  # where contenders of one run differ in it; else it is in the run's settings
     versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def mode_name(mode: DraftMode) -> str:
+    """Write "K=3", "K=3 tree 4x16", "K=3 sampled", "K=5@1-4,3@5-64" or "adaptive K<=7"."""
+    if rows := mode.get("num_speculative_tokens_per_batch_size"):
+        return "K=" + ",".join(f"{depth}@{first}-{last}" for first, last, depth in rows)
+    if mode.get("adaptive"):
+        return f"adaptive K<={mode['num_speculative_tokens']}"
+    words = [f"K={mode['num_speculative_tokens']}"]
+    if "tree_width" in mode:
+        words.append(f"tree {mode['tree_width']}x{mode.get('tree_budget', DEFAULT_TREE_BUDGET)}")
+    if mode.get("draft_sample_method") == "probabilistic":
+        words.append("sampled")
+    if mode.get("rejection_sample_method") == "block":
+        words.append("block")
+    return " ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)

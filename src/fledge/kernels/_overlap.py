@@ -10,8 +10,13 @@ A kernel launched with `overlapping` may be resident before its predecessor has 
     let_successor_in   from here on the successor may come. A short kernel calls it when its input is read: a linear
                        layer that comes earlier is spread unevenly over the multiprocessors still in use. A linear
                        layer, whose successor is short, calls it at once.
+
+Kernels can only be on a multiprocessor together if they agree how its memory is split into L1 cache and shared memory.
+Triton asks for shared memory where a kernel has more than 48 KB of it and leaves the others to the driver, which may
+choose another split for them: then each waits until the multiprocessor is empty. So all ask for the same.
 """
 
+import ctypes
 import functools
 from typing import Any
 
@@ -30,7 +35,23 @@ def overlapping(device: torch.device) -> dict[str, Any]:
     """Return launch arguments for a kernel that takes `OVERLAP` and hands it to both functions below."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
         return {"OVERLAP": False}
+    _split_memory_alike()
     return {"OVERLAP": True, "launch_pdl": True}
+
+
+@functools.cache
+def _split_memory_alike() -> None:
+    """Have every kernel that Triton loads from here on prefer as much shared memory as there is."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        triton.knobs.runtime.kernel_load_end_hook.add(functools.partial(_prefer_shared_memory, driver))
+    except (OSError, AttributeError):  # another Triton: nothing is wrong, kernels overlap less
+        return
+
+
+def _prefer_shared_memory(driver: Any, _module: object, function: int, *_: object) -> None:
+    """Set CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, a hint in percent."""
+    driver.cuFuncSetAttribute(ctypes.c_void_p(function), 9, 100)
 
 
 @triton.jit

@@ -9,7 +9,10 @@ Every stored format is repacked to this at load, one layout for each kind of cod
     int4   [rows, columns / 2] uint8: two codes, each 8 more than it means; that of the lower column in the low half
     fp4    [rows, columns / 2] uint8: the same, each a sign, two bits of exponent and one of mantissa (E2M1)
 
-Tolerance: the product is that with `dequantize(weight, x.dtype)`, whose values are rounded once, to that dtype.
+Where a weight says so, x is rounded to eight bits too (`quantize_rows`), and the product is that of the rounded x.
+
+Tolerance: the product is that with `dequantize(weight, x.dtype)`, whose values are rounded once, to that dtype; and so
+is the rounded x, other than where codes are multiplied with codes (`scaled_linear`).
 """
 
 from collections.abc import Sequence
@@ -24,8 +27,11 @@ from fledge.kernels._fragments import SPAN, TILE_ROWS, from_fragments, to_fragme
 from fledge.kernels._triton import as_rows, capability, has_room, processors, runs_triton
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import choose_launch, counters, fragment_linear_triton
+from fledge.kernels.quantize_rows import CodedRows, quantize_rows
+from fledge.kernels.scaled_linear import has_fp8_products, scaled_linear, takes_codes
 
 Kind = Literal["int8", "fp8", "int4", "fp4"]
+Activations = Literal["token", "tensor"]  # what shares a scale: a row of x, or all that there ever is
 BITS: dict[Kind, int] = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 INT4_OFFSET = 8
 _PIECE_BYTES = 1 << 25
@@ -43,29 +49,49 @@ class QuantizedWeight:
     zeros: Tensor | None = None  # [rows, groups], small integers; None: all zero, as always for floating-point codes
     order: Tensor | None = None  # int64 [columns]: column i of the codes is this column of the matrix (act-order)
     in_fragments: bool = False  # codes lie as the GPU's kernels read them: see `for_gpu`
+    activations: Activations | None = None  # x is rounded to E4M3; only for fp8 with one scale for each row
+    input_scale: Tensor | None = None  # float32 []: that of "tensor"
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """All rows of several matrices, as stored, in one; None where they have not the same layout."""
+    """All rows of several matrices, as stored, in one; None where they have not the same layout.
+
+    They read the same x, so that their scales for it should be the same: of those that are not, it is the largest.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
     assert not any(one.in_fragments for one in parts)
-    layouts = {(one.kind, one.columns, one.group_size, one.zeros is None, one.order is None) for one in parts}
+    layouts = {
+        (one.kind, one.columns, one.group_size, one.zeros is None, one.order is None, one.activations) for one in parts
+    }
     orders = [one.order for one in parts if one.order is not None]
     if len(layouts) > 1 or any(not torch.equal(order, orders[0]) for order in orders):
         return None
     zeros = [one.zeros for one in parts if one.zeros is not None]
+    input_scales = [one.input_scale for one in parts if one.input_scale is not None]
     return replace(
         first,
         codes=torch.cat([one.codes.view(torch.uint8) for one in parts]).view(first.codes.dtype),
         scales=in_fewest_bits(torch.cat([one.scales.float() for one in parts])),
         zeros=torch.cat(zeros) if zeros else None,
+        input_scale=torch.stack(input_scales).amax() if input_scales else None,
     )
 
 
-def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias for x [..., columns] and bias [rows]: on a GPU from the codes, unless x has many."""
+def quantized_linear(x: Tensor | CodedRows, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias for x [..., columns] and bias [rows], of x as the weight wants it rounded, or as it comes."""
+    if weight.activations is not None and isinstance(x, Tensor):
+        x = quantize_rows(x, weight.input_scale)
+    if isinstance(x, Tensor):
+        return _weight_only(x, weight, bias)
+    if runs_triton(x.codes, weight.codes, bias) and not weight.in_fragments and takes_codes(x, weight.codes):
+        return scaled_linear(x, weight.codes, weight.scales, bias)
+    return _weight_only(x.decoded(), weight, bias)
+
+
+def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """On a GPU from the codes, unless x has many rows."""
     if runs_triton(x, weight.codes, bias) and x.numel() > 0:
         x = x if weight.order is None else x.index_select(-1, weight.order)
         launch = None
@@ -141,11 +167,14 @@ def for_gpu(weight: QuantizedWeight) -> QuantizedWeight:
 
     Scales and zero points of neighbouring rows are neighbours, in 32 bits: the least that is copied asynchronously.
     Codes are in fragments (`_fragments`), those of four bits SPAN columns apart in a byte; they stay as they are, for
-    products with the dequantised matrix alone, where rows or bytes are not whole tiles.
+    products with the dequantised matrix alone, where rows or bytes are not whole tiles; and where they are to be
+    multiplied with codes of x, on GPUs that have such products.
     """
     zeros = None if weight.zeros is None else weight.zeros.float().T.contiguous().T
     weight = replace(weight, scales=weight.scales.float().T.contiguous().T, zeros=zeros)
     rows, length = weight.codes.shape
+    if weight.activations is not None and has_fp8_products(weight.codes.device):
+        return weight
     if weight.in_fragments or rows % TILE_ROWS or length % SPAN:
         return weight
     codes = weight.codes.view(torch.uint8)

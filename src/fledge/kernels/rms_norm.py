@@ -1,5 +1,7 @@
 """Root-mean-square normalisation of rows: alone, fused with the residual addition before it, or a drafter's input.
 
+What a product of codes reads comes in codes, which are those of the rounded result.
+
 Rounding follows `fledge.layers.linear.RMSNorm`: the row is normalised in float32, rounded to its dtype, then multiplied
 by the weight. The kernel sums the squares in another order than torch, so float32 results differ in the last bits
 and bfloat16 results by at most one unit in the last place, where a rounding falls the other way.
@@ -13,13 +15,26 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
+from fledge.kernels.quantize_rows import CodedRows, encode_rows, quantize_rows_reference, scales_of_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x [..., size] and scale it by weight [size]. Heads of queries and keys too."""
     if not runs_triton(x, weight):
         return rms_norm_reference(x, weight, eps)
-    return _launch(x, None, weight, eps)[0]
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    _launch(x, None, weight, eps, out)
+    return out
+
+
+def coded_rms_norm(x: Tensor, weight: Tensor, eps: float) -> CodedRows:
+    """`quantize_rows(rms_norm(x))`."""
+    if not runs_triton(x, weight):
+        return quantize_rows_reference(rms_norm_reference(x, weight, eps))
+    assert x.dtype == weight.dtype
+    out = CodedRows.empty(x.shape, x.dtype, x.device)
+    _launch(x, None, weight, eps, out)
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -27,9 +42,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if not runs_triton(x, residual, weight):
         total = x + residual
         return rms_norm_reference(total, weight, eps), total
-    assert x.shape == residual.shape
-    assert x.dtype == residual.dtype
-    return _launch(x, residual, weight, eps)
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    return out, _launch(x, residual, weight, eps, out)
+
+
+def coded_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[CodedRows, Tensor]:
+    """(`quantize_rows(rms_norm(x + residual))`, x + residual)."""
+    if not runs_triton(x, residual, weight):
+        total = x + residual
+        return quantize_rows_reference(rms_norm_reference(total, weight, eps)), total
+    assert x.dtype == weight.dtype
+    out = CodedRows.empty(x.shape, x.dtype, x.device)
+    return out, _launch(x, residual, weight, eps, out)
 
 
 def rms_norm_parts(x: Tensor, weights: Sequence[Tensor], eps: float) -> Tensor:
@@ -46,20 +70,27 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """A whole row stays in registers. Short rows (heads) share a program, about 1,024 elements in each."""
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    total = out if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | CodedRows) -> Tensor:
+    """Write `out` and return x + residual, or x. A whole row stays in registers.
+
+    Short rows (heads) share a program, about 1,024 elements in each.
+    """
+    total = x
+    if residual is not None:
+        assert x.shape == residual.shape
+        assert x.dtype == residual.dtype
+        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = as_rows(x)
     added, (rows, size) = x if residual is None else as_rows(residual), x.shape
     if rows == 0:
-        return out, total
+        return total
+    written = (out, x) if isinstance(out, Tensor) else (out.codes, out.scales)
     block = next_power_of_two(size)
     rows_per_program = max(1, 1024 // block)
     num_warps = min(16, max(1, block * rows_per_program // 512))
     _rms_norm_kernel[(triton.cdiv(rows, rows_per_program),)](
         (x, added, weight),
-        (out, total),
+        (*written, total),
         rows,
         (x.stride(0), added.stride(0)),
         eps,
@@ -67,10 +98,11 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
         BLOCK=block,
         ROWS=rows_per_program,
         ADD=residual is not None,
+        CODED=isinstance(out, CodedRows),
         num_warps=num_warps,
         **overlapping(x.device),
     )
-    return out, total
+    return total
 
 
 def draft_input(
@@ -117,11 +149,12 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    CODED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     begin_overlapped(OVERLAP)
     x_ptr, residual_ptr, weight_ptr = given
-    out_ptr, total_ptr = results
+    out_ptr, scales_ptr, total_ptr = results
     x_stride, residual_stride = strides
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -137,6 +170,11 @@ def _rms_norm_kernel(
     mean_square = tl.sum(wide * wide, axis=1) / SIZE
     normed = (wide * (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]).to(x.dtype)
     scaled = normed.to(tl.float32) * weight
+    if CODED:
+        scaled = scaled.to(x.dtype).to(tl.float32)
+        scales = scales_of_rows(scaled)
+        tl.store(scales_ptr + row, scales, mask=row < num_rows)
+        scaled = encode_rows(scaled, scales)
     tl.store(out_ptr + row * SIZE + column, scaled.to(out_ptr.dtype.element_ty), mask=inside)
 
 

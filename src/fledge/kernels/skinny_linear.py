@@ -70,14 +70,24 @@ def narrow_step(columns: int, processors: int) -> int | None:
     return 128 if columns >= 30 * processors else 64
 
 
-def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch: dict[str, int]) -> Tensor:
+def skinny_linear_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    launch: dict[str, int],
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """With float32 `scales` of the rows of x and of those of W both are codes (E4M3), and `dtype` is the result's."""
     columns, size = weight.shape
     rows = as_rows(x)
-    out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+    out = torch.empty(*x.shape[:-1], columns, dtype=dtype or x.dtype, device=x.device)
     _skinny_kernel[(triton.cdiv(columns, launch["BLOCK_N"]),)](
         rows,
         weight,
         weight if bias is None else bias,
+        (out, out) if scales is None else scales,
         out,
         rows.shape[0],
         rows.stride(0),
@@ -85,8 +95,9 @@ def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
         SIZE=size,
         BLOCK_M=max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0])),
         BIAS=bias is not None,
-        num_warps=4,
-        **launch,
+        SCALED=scales is not None,
+        IMPRECISE=launch["BLOCK_K"] if scales is not None else None,
+        **{"num_warps": 4, **launch},
         **overlapping(x.device),
     )
     return out
@@ -97,6 +108,7 @@ def _skinny_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    scales,
     out_ptr,
     num_rows,
     x_stride,
@@ -107,6 +119,8 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    IMPRECISE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Write columns of out [rows, columns]. If not WIDE, four steps at once are a batch of products, one per warp."""
@@ -123,7 +137,7 @@ def _skinny_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for start in range(0, SIZE, BLOCK_K):
             x = tl.load(x_at + start, mask=(row < num_rows)[:, None], other=0.0)
-            acc = tl.dot(tl.load(weight_at + start), tl.trans(x), acc)
+            acc = tl.dot(tl.load(weight_at + start), tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE)
     else:
         step = tl.arange(0, groups)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
         weight_at = weight_ptr + weight_row[None, :, None] + step
@@ -134,6 +148,10 @@ def _skinny_kernel(
             products = tl.dot(tl.load(weight_at + start), tl.permute(x, 0, 2, 1), products)
         acc = _add_chains(products, BLOCK_N, BLOCK_M)
     inside = (column < COLUMNS)[:, None] & (row < num_rows)[None, :]
+    if SCALED:
+        x_scales_ptr, weight_scales_ptr = scales
+        acc *= tl.load(x_scales_ptr + row, mask=row < num_rows, other=0.0)[None, :]
+        acc *= tl.load(weight_scales_ptr + column, mask=column < COLUMNS, other=0.0)[:, None]
     if BIAS:
         acc += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[:, None]
     tl.store(out_ptr + row[None, :] * COLUMNS + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=inside)

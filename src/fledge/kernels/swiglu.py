@@ -1,5 +1,7 @@
 """The gate of the feed-forward layer: silu(gate) * up, with gate and up side by side as one projection left them.
 
+What a product of codes reads comes in codes, which are those of the rounded result.
+
 silu is computed in float32 and rounded to the dtype before the product, as two torch operations would. Only the
 exponential differs from torch's, in its last bits, so results differ by at most one unit in the last place.
 """
@@ -9,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import as_rows, runs_triton, tl, triton
+from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
+from fledge.kernels.quantize_rows import CodedRows, encode_rows, quantize_rows_reference, scales_of_rows
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -18,8 +21,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     A program has 512 outputs of one row while that fills the GPU, 2,048 of them once there are many rows.
     """
     if not runs_triton(gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return _swiglu_reference(gate_up)
     size, rows = gate_up.shape[-1] // 2, as_rows(gate_up)
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     block = 512 if rows.shape[0] <= 32 else 2048
@@ -28,6 +30,32 @@ def swiglu(gate_up: Tensor) -> Tensor:
             rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=block // 256, **overlapping(rows.device)
         )
     return out
+
+
+def coded_swiglu(gate_up: Tensor) -> CodedRows:
+    """`quantize_rows(swiglu(gate_up))`: a program has a row, since its scale depends on all of it."""
+    if not runs_triton(gate_up):
+        return quantize_rows_reference(_swiglu_reference(gate_up))
+    size, rows = gate_up.shape[-1] // 2, as_rows(gate_up)
+    out = CodedRows.empty(torch.Size([*gate_up.shape[:-1], size]), gate_up.dtype, gate_up.device)
+    if out.codes.numel() > 0:
+        block = next_power_of_two(size)
+        _coded_swiglu_kernel[(rows.shape[0],)](
+            rows,
+            out.codes,
+            out.scales,
+            rows.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **overlapping(rows.device),
+        )
+    return out
+
+
+def _swiglu_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 @triton.jit
@@ -39,7 +67,28 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, row_stride, SIZE: tl.constexpr, BLOCK: 
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + row * row_stride + SIZE + column, mask=inside, other=0.0)
     let_successor_in(OVERLAP)
+    tl.store(out_ptr + row * SIZE + column, _gated(gate, up), mask=inside)
+
+
+@triton.jit
+def _coded_swiglu_kernel(
+    gate_up_ptr, codes_ptr, scales_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    begin_overlapped(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < SIZE
+    gate = tl.load(gate_up_ptr + row * row_stride + column, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + row * row_stride + SIZE + column, mask=inside, other=0.0)
+    let_successor_in(OVERLAP)
+    out = _gated(gate, up).to(tl.float32)
+    scales = scales_of_rows(out)
+    tl.store(scales_ptr + row + tl.zeros([1, 1], tl.int32), scales)
+    tl.store(codes_ptr + row * SIZE + column, encode_rows(out, scales), mask=inside)
+
+
+@triton.jit
+def _gated(gate, up):
     wide = gate.to(tl.float32)
     gated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    out = gated.to(tl.float32) * up.to(tl.float32)
-    tl.store(out_ptr + row * SIZE + column, out.to(gate.dtype), mask=inside)
+    return (gated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from fledge.kernels._triton import runs_triton
 from fledge.kernels.experts import Stacked, few_experts, routed_experts
+from fledge.kernels.quantize_rows import CodedRows
 from fledge.kernels.route import Routing, add_norm_router, route
-from fledge.kernels.swiglu import swiglu
+from fledge.kernels.swiglu import coded_swiglu, swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.config import Activation, ExpertsConfig, LayerConfig
 from fledge.layers.latent_attention import LatentAttention
 from fledge.layers.linear import Linear, RMSNorm, join_rows, norm_of
+from fledge.layers.quantized import QuantizedLinear
 from fledge.layers.rope import Rotation
 
 CLAMPED_SLOPE = 1.702  # of gpt-oss's gate, which is all but a GELU
@@ -26,6 +28,8 @@ class SwiGLU(nn.Module):
 
     With a `limit` gate and up are clamped to it, the gate is steeper, and up is one more.
     """
+
+    coded = False  # what `down_proj` reads: see `code_early`
 
     def __init__(
         self,
@@ -41,8 +45,9 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.gated(self.gate_up_proj(x)))
+    def forward(self, x: Tensor | CodedRows) -> Tensor:
+        gate_up = self.gate_up_proj(x)
+        out: Tensor = self.down_proj(coded_swiglu(gate_up) if self.coded else self.gated(gate_up))
         return out
 
     @property
@@ -209,6 +214,25 @@ def join_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, SparseMLP | LatentAttention):
             module.join()
+
+
+def code_early(model: nn.Module) -> None:
+    """Let the norms and gates of a model round what a product of codes reads next, with a scale for each token."""
+    for module in model.modules():
+        if isinstance(module, SwiGLU):
+            module.coded = module.is_plain and _reads_codes(module.down_proj)
+        if isinstance(module, DecoderLayer) and module.post_feedforward_layernorm is None:
+            _code_norm(module.input_layernorm, getattr(module.self_attn, "qkv_proj", None))
+            _code_norm(module.post_attention_layernorm, getattr(module.mlp, "gate_up_proj", None))
+
+
+def _code_norm(norm: RMSNorm | None, reader: nn.Module | None) -> None:
+    if type(norm) is RMSNorm:
+        norm.coded = _reads_codes(reader)
+
+
+def _reads_codes(linear: nn.Module | None) -> bool:
+    return isinstance(linear, QuantizedLinear) and linear.activations == "token"
 
 
 def attention_of(

@@ -6,13 +6,14 @@ weights in another form (a quantised checkpoint, a layout for CPUs) puts a modul
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.kernels.invariant_linear import invariant_linear
-from fledge.kernels.rms_norm import add_rms_norm, rms_norm
+from fledge.kernels.rms_norm import add_rms_norm, coded_add_rms_norm, coded_rms_norm, rms_norm
 from fledge.kernels.skinny_linear import linear
 from fledge.layers.config import LayerConfig
 
@@ -49,13 +50,14 @@ class RMSNorm(nn.RMSNorm):
     """`x / rms(x) * weight`, computed in float32 and rounded to the input's dtype before the weight, as HF does."""
 
     eps: float
+    coded = False  # the result is `CodedRows`, for a product of codes: see `block.code_early`
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Any:
+        return (coded_rms_norm if self.coded else rms_norm)(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
         """Return (norm(x + residual), x + residual): on a GPU one kernel instead of two."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return (coded_add_rms_norm if self.coded else add_rms_norm)(x, residual, self.weight, self.eps)
 
 
 class OffsetRMSNorm(RMSNorm):

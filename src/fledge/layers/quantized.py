@@ -3,16 +3,21 @@
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.quantize_rows import CodedRows
 from fledge.kernels.quantized_linear import QuantizedWeight, dequantize, for_gpu, quantized_linear
 
 
 class QuantizedLinear(nn.Module):
-    """Computes what a `Linear` with the dequantised matrix does. For inference: no gradient reaches the weights."""
+    """Computes what a `Linear` with the dequantised matrix does, of x as it is or rounded to eight bits too.
+
+    For inference: no gradient reaches the weights.
+    """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
     order: Tensor | None
+    input_scale: Tensor | None
     bias: Tensor | None
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -20,10 +25,10 @@ class QuantizedLinear(nn.Module):
         if quantized.codes.is_cuda:
             quantized = for_gpu(quantized)
         self.in_fragments = quantized.in_fragments
-        self.kind, self.group_size = quantized.kind, quantized.group_size
+        self.kind, self.group_size, self.activations = quantized.kind, quantized.group_size, quantized.activations
         self.in_features, self.out_features = quantized.columns, len(quantized.scales)
         self.dtype = dtype  # that the model computes in
-        for name in ("codes", "scales", "zeros", "order"):
+        for name in ("codes", "scales", "zeros", "order", "input_scale"):
             self.register_buffer(name, getattr(quantized, name))
         self.register_buffer("bias", bias)
 
@@ -38,6 +43,8 @@ class QuantizedLinear(nn.Module):
             zeros=self.zeros,
             order=self.order,
             in_fragments=self.in_fragments,
+            activations=self.activations,
+            input_scale=self.input_scale,
         )
 
     @property
@@ -45,7 +52,7 @@ class QuantizedLinear(nn.Module):
         """The dequantised matrix, for who needs it as such: made anew each time."""
         return dequantize(self.quantized, self.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | CodedRows) -> Tensor:
         return quantized_linear(x, self.quantized, self.bias)
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.quantize_rows import CodedRows
 from fledge.layers.block import SwiGLU
 from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
@@ -47,8 +48,8 @@ class PackedQuantizedLinear(QuantizedLinear):
         self.__dict__.update(vars(plain))
         self.packed = packed
 
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.dtype != torch.float32:
+    def forward(self, x: Tensor | CodedRows) -> Tensor:
+        if not isinstance(x, Tensor) or torch.is_grad_enabled() or x.dtype != torch.float32:
             return super().forward(x)
         return packed_linear(x, self.packed)
 
@@ -77,7 +78,7 @@ def pack_linears(*models: nn.Module) -> None:
 
     Costs as much memory again as the matrices have, or half of that if they come from a bfloat16 checkpoint. The
     weights must not change afterwards. Other linear layers stay as they are. Quantised ones that the library cannot
-    read, because their columns are in an order of their own, are dequantised first.
+    read, because their columns are in an order of their own, are dequantised first, unless they round their input too.
     """
     if library() is not None:
         _dequantize_unreadable(models)
@@ -92,7 +93,7 @@ def pack_linears(*models: nn.Module) -> None:
     replaced: dict[nn.Module, nn.Module] = {}
     if library() is not None:
         replaced = {one: PackedLinear(one, packed) for one, packed in zip(plain, pack(plain, paired), strict=True)}
-        quantized = [one for one in modules if _is_quantized(one)]
+        quantized = [one for one in modules if _is_quantized(one) and is_packable(one.quantized)]
         made = zip(quantized, _pack_quantized(quantized, paired), strict=True)
         replaced |= {one: PackedQuantizedLinear(one, packed) for one, packed in made}
     else:
@@ -119,7 +120,7 @@ def _dequantize_unreadable(models: Iterable[nn.Module]) -> None:
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     dense: dict[nn.Module, nn.Module] = {}
     for one in modules:
-        if _is_quantized(one) and not is_packable(one.quantized):
+        if _is_quantized(one) and one.activations is None and not is_packable(one.quantized):
             with torch.device("meta"):
                 dense[one] = Linear(one.in_features, one.out_features, bias=one.bias is not None)
             tensors = {"weight": one.weight} if one.bias is None else {"weight": one.weight, "bias": one.bias}
@@ -144,6 +145,8 @@ def _pack_quantized(linears: Sequence[QuantizedLinear], paired: Collection[nn.Mo
             paired=one in paired,
             codes=panels.codes,
             group=panels.group,
+            rounds_x=one.activations is not None,
+            input_scale=0.0 if one.input_scale is None else float(one.input_scale),
             **fields,
         )
         packed.append(matrix)

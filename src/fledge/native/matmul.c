@@ -123,11 +123,39 @@ static int64_t group_count(const Matrix *matrix) {
 }
 
 int64_t multiply_scratch(const Matrix *matrix, int64_t rows) {
-    return needs_sums(matrix) ? (rows < BLOCK ? rows : BLOCK) * (matrix->size + group_count(matrix)) : 0;
+    int64_t each = needs_sums(matrix) ? matrix->size + group_count(matrix) : matrix->rounds_x ? matrix->size : 0;
+    return (rows < BLOCK ? rows : BLOCK) * each;
+}
+
+/* The nearest number of E4M3: a multiple of an eighth of the power of two below it, or of 2^-9, and 448 at most. */
+INLINE float nearest_float8(float x) {
+    x = x > 448.0f ? 448.0f : x < -448.0f ? -448.0f : x;
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    uint32_t power = bits & 0x7F800000u, least = (127u - 6) << 23;
+    uint32_t unit = (power > least ? power : least) - (3u << 23), inverse = (254u << 23) - unit;
+    float step, steps;
+    memcpy(&step, &unit, sizeof step);
+    memcpy(&steps, &inverse, sizeof steps);
+    return rintf(x * steps) * step;
+}
+
+static void round_row(const float *x, int64_t size, float scale, float *out) {
+    if (scale == 0.0f) {
+        float largest = 0.0f;
+        for (int64_t k = 0; k < size; k++) largest = fabsf(x[k]) > largest ? fabsf(x[k]) : largest;
+        scale = largest > 0.0f ? largest / 448.0f : 1.0f;
+    }
+    for (int64_t k = 0; k < size; k++) out[k] = nearest_float8(x[k] / scale) * scale;
 }
 
 static Input make_ready(const Matrix *matrix, const float *x, int64_t x_stride, int64_t rows, float *scratch) {
     int64_t size = matrix->size, groups = group_count(matrix);
+    if (matrix->rounds_x) {
+        for (int64_t row = 0; row < rows; row++)
+            round_row(x + row * x_stride, size, matrix->input_scale, scratch + row * size);
+        return (Input){scratch, NULL, size, 0};
+    }
     if (!needs_sums(matrix)) return (Input){x, NULL, x_stride, 0};
     float *sums = scratch + rows * size;
     for (int64_t row = 0; row < rows; row++) {

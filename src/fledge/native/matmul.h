@@ -23,13 +23,15 @@ typedef enum { FLOATS, HALVES, BYTES, FLOAT8, NIBBLES } Codes;
    taken off before; both [panels, groups, PANEL], and `size` and `group` are whole words. Zero
    points, and the 8 of nibbles, are taken off the sum of a group, which is then scaled: within rounding of what FLOATS
    would give, and the same bits whatever the company.
+   `rounds_x`: x is rounded to E4M3 first, with `input_scale`, or where that is 0 with a scale for each row.
    `paired`: a panel has LANES columns of the first half of W and the same columns of the second half: gate and up. */
 typedef struct {
     const void *panels;
     const float *bias; /* [columns] or NULL */
     const float *scales, *zeros; /* or NULL */
     int64_t columns, size, group;
-    int32_t codes, paired;
+    int32_t codes, paired, rounds_x;
+    float input_scale;
 } Matrix;
 
 typedef enum { STORE, ADD, GATE } Ending; /* out = product; out += product; out = silu(first half) * second half */

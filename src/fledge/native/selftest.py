@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels.argmax import argmax_rows_reference
+from fledge.kernels.quantize_rows import quantize_rows_reference
 from fledge.kernels.quantized_linear import INT4_OFFSET, Kind, QuantizedWeight, dequantize, pack_halves
 from fledge.kernels.rope_store import rotate
 from fledge.kernels.swiglu import swiglu
@@ -48,7 +49,10 @@ def check(library: ctypes.CDLL) -> None:
 
 
 def _check_quantized(library: ctypes.CDLL, source: torch.Generator) -> None:
-    """Products with a matrix in fewer bits are those with the same one in float32, and a row's are its own."""
+    """Products with a matrix in fewer bits are those with the same one in float32, and a row's are its own.
+
+    With `fp8` x is rounded too.
+    """
     rows, columns, group = 37, 24, 8
     scales = _random(source, rows, columns // group).abs()
     x, codes = _random(source, _ROWS, columns), _random(source, rows, columns)
@@ -68,10 +72,11 @@ def _check_quantized(library: ctypes.CDLL, source: torch.Generator) -> None:
         aligned = torch.zeros(panels.words.numel() + 16, dtype=torch.int32)
         aligned = aligned[-aligned.data_ptr() % 64 // 4 :][: panels.words.numel()].copy_(panels.words.flatten())
         held = {**panels.tensors(), "panels": aligned, "codes": panels.codes, "group": panels.group}
-        quantized = struct("Matrix", **sizes, **held)
+        quantized = struct("Matrix", **sizes, **held, rounds_x=kind == "fp8")
+        rounded = quantize_rows_reference(x).decoded() if kind == "fp8" else x
         found = [torch.empty(_ROWS, rows) for _ in range(2)]
-        for matrix, out in zip((dense, quantized), found, strict=True):
-            library.fledge_linear(matrix, x, columns, _ROWS, out, torch.get_num_threads())
+        for matrix, given, out in zip((dense, quantized), (rounded, x), found, strict=True):
+            library.fledge_linear(matrix, given, columns, _ROWS, out, torch.get_num_threads())
         if not torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-5 * float(found[0].abs().max())):
             raise OSError(f"products with {kind} fail their self-test (miscompiled?)")
         alone = torch.empty(_ROWS, rows)

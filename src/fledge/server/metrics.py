@@ -47,7 +47,8 @@ COUNTED = {
 }
 
 _METRICS = yaml.safe_load((resources.files(__package__) / "metrics.yaml").read_text(encoding="utf-8"))
-_TOKEN_GAP_EDGES = tuple(_METRICS["edges"]["tpot"])
+((_TOKEN_GAPS, (_TOKEN_GAP_WORDS, _edges)),) = _METRICS["summed"].items()
+_TOKEN_GAP_EDGES = tuple(_METRICS["edges"][_edges])
 
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # else a gauge beside every counter
 
@@ -191,9 +192,7 @@ class Metrics(Collector):
         with self.lock:
             stats, recent, whole = self.stats, *map(self.history.latest, (RECENT_INTERVALS, self.history.kept))
             total = HistoryInterval.sum([self.total])
-        gaps = HistogramMetricFamily(
-            PREFIX + "inter_token_latency_seconds", "Between two pieces of one stream.", labels=("model_name",)
-        )
+        gaps = HistogramMetricFamily(PREFIX + _TOKEN_GAPS, _TOKEN_GAP_WORDS, labels=("model_name",))
         counts = itertools.accumulate(total["token_gaps"][i] for i in range(len(_TOKEN_GAP_EDGES) + 1))
         buckets = zip((*map(str, _TOKEN_GAP_EDGES), "+Inf"), counts, strict=True)
         gaps.add_metric((self.model_name,), list(buckets), total["token_gap_seconds"][""])

@@ -174,10 +174,19 @@ def test_markdown_is_tables_and_what_must_be_known(written):
     assert "\N{EN DASH} |" in text  # the ratio that cannot be given
     assert "> - This run is partial" in text
     assert "<script" not in text
-    assert "| eagle-3.1 K=5 T=1 |" in text
+    assert "Acceptance length:\n\n| drafter | K | T | coding | chat | mean |\n" in text
+    assert "\n| eagle-3.1 | 5 | 1 | " in text
     for line in text.splitlines():
         if line.startswith("|"):
             assert line.endswith("|")
+
+
+@pytest.mark.usefixtures("_blank_pictures")
+def test_notes_stand_once_whatever_is_on_the_page():
+    speed, evaluated = make_results(workloads=("chat",), concurrencies=(1,)), make_eval_results(prompts=4)
+    for several in ([speed], [evaluated], [speed, evaluated], [evaluated, evaluated]):
+        page = BenchReport(summaries=tuple(summaries(several)), title="x", notes=("Said by hand.",)).to_html()
+        assert page.count("Said by hand.") == 1
 
 
 def test_another_baseline_can_be_chosen_and_must_be_there():
@@ -236,6 +245,25 @@ def test_results_with_next_to_nothing_in_them_still_make_a_page(tmp_path: Path, 
     if what == "one request":
         assert "measured once: no interval" in page.text
     assert "95 % intervals" in report.to_markdown()
+
+
+def test_the_markdown_of_an_eval_has_lengths_of_all_fresh_and_novel_rounds_and_both_shares() -> None:
+    told = {"fresh_acceptance": ((5, 1, 4),), "novel_acceptance": ((5, 2, 4),), "output_tokens": 20}
+    counts = {"repeated_tokens": 5, "copied_tokens": 15}
+    results = make_eval_results(workloads=("chat",), prompts=2)
+    cells = [replace(c, requests=tuple(replace(r, **told, **counts) for r in c.requests)) for c in results.cells]
+    text = BenchReport(summaries=summaries([replace(results, cells=tuple(cells))]), title="x").to_markdown()
+    headings = re.findall(r"^(.+):\n\n\| drafter \| K \| T \| chat \|$", text, re.MULTILINE)
+    assert headings == [
+        "Acceptance length",
+        "Without repetition",
+        "Repeated tokens",
+        "Without repetition and copies of the prompt",
+        "Tokens copied from the prompt",
+    ]
+    row = "| eagle-3.1 | 5 | 1 | "
+    figures = [line.removeprefix(row).rstrip(" |") for line in text.splitlines() if line.startswith(row)]
+    assert figures[1:] == ["2.00 [2.00, 2.00]", "25 %", "3.00 [3.00, 3.00]", "75 %"]
 
 
 def test_copies_of_the_prompt_are_told_apart() -> None:

@@ -22,8 +22,8 @@ from tests.tiny_models import TARGET_CONFIGS, make_drafter, make_target
 _SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
 CONFIG = replace(TARGET, num_layers=1, dtype="bfloat16", layer=replace(LAYER, **_SIZES))
 # The largest error of a value, in parts of the largest of its group: half a step of the coarsest codes.
-STEPS: dict[Width, float] = {"fp8": 1 / 27, "fp8-block": 1 / 27, "int8": 1 / 250, "int4": 1 / 3}
-ROUGHLY: dict[Width, float] = {"fp8": 0.03, "fp8-block": 0.03, "int8": 0.01, "int4": 0.13}
+STEPS: dict[Width, float] = {"fp8": 1 / 27, "fp8-dynamic": 1 / 27, "fp8-block": 1 / 27, "int8": 1 / 250, "int4": 1 / 3}
+ROUGHLY: dict[Width, float] = {"fp8": 0.03, "fp8-dynamic": 0.03, "fp8-block": 0.03, "int8": 0.01, "int4": 0.13}
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -42,6 +42,7 @@ def test_what_is_written_is_near_what_it_was(width: Width, tmp_path: Path) -> No
         if isinstance(linear, nn.Linear) and name != "lm_head":
             quantised = after.get_submodule(name)
             assert isinstance(quantised, QuantizedLinear)
+            assert quantised.activations == ("token" if width == "fp8-dynamic" else None)
             error = (quantised.weight - linear.weight.float()).abs()
             assert error.max() <= STEPS[width] * linear.weight.abs().max()
             assert 0 < error.square().mean().sqrt() < ROUGHLY[width] * linear.weight.float().std()

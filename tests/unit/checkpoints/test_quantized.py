@@ -17,7 +17,8 @@ from fledge.checkpoints.target import load_target, save_target, target_files
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.errors import CheckpointError, ConfigError
-from fledge.layers.block import attentions
+from fledge.layers.block import attentions, code_early
+from fledge.layers.dense_cache import DenseCache
 from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
 from tests.broken_checkpoints import EAGLE31
@@ -51,7 +52,37 @@ def test_a_target_is_what_its_tensors_mean(name: str, target: Path, tmp_path: Pa
         assert isinstance(stored.layers[0].self_attn.o_proj, QuantizedLinear)
         assert type(stored.lm_head) is type(meant.lm_head)
         x = torch.randn(3, CONFIG.hidden_size, dtype=dtype)
-        torch.testing.assert_close(stored.layers[0].self_attn.qkv_proj(x), meant.layers[0].self_attn.qkv_proj(x))
+        expected_out = meant.layers[0].self_attn.qkv_proj(FORMATS[name].multiplied(x))
+        torch.testing.assert_close(stored.layers[0].self_attn.qkv_proj(x), expected_out)
+
+
+def test_activations_that_are_rounded_early_are_the_same(target: Path, tmp_path: Path) -> None:
+    """By norms and gates, as on a GPU, and only where a product of codes reads them, with a scale for each token."""
+    for name in ("ct-fp8-dynamic", "ct-fp8-static", "ct-fp8-channel"):
+        quantize_checkpoint(target, tmp_path / name, tmp_path / f"{name}-meant", FORMATS[name])
+        model = load_target(tmp_path / name)
+        positions = torch.arange(9)[None]
+        expected = model(positions, positions, DenseCache(CONFIG.num_layers).extend(positions)).final
+        code_early(model)
+        layer = model.layers[0]
+        coded = {layer.input_layernorm.coded, layer.post_attention_layernorm.coded, layer.mlp.coded}
+        assert coded == {name == "ct-fp8-dynamic"}
+        assert not model.norm.coded
+        found = model(positions, positions, DenseCache(CONFIG.num_layers).extend(positions)).final
+        assert torch.equal(found, expected)
+
+
+def test_scales_of_activations_are_read_where_they_are_used(target: Path, tmp_path: Path) -> None:
+    """Of query, key and value, which have the same input, the largest; a plain linear may have one, unread."""
+    quantize_checkpoint(
+        target, tmp_path / "stored", tmp_path / "meant", FORMATS["ct-fp8-static"], lambda name: "o_proj" in name
+    )
+    scale = "model.layers.0.self_attn.{}_proj.input_scale"
+    more = {scale.format("k"): torch.tensor([0.5]), scale.format("o"): torch.tensor(3.0)}
+    edit_tensors(tmp_path / "stored", lambda tensors: tensors | more)
+    attention = load_target(tmp_path / "stored").layers[0].self_attn
+    assert float(attention.qkv_proj.input_scale) == 0.5
+    assert type(attention.o_proj) is Linear
 
 
 def test_a_drafter_is_what_its_tensors_mean(tmp_path: Path) -> None:
@@ -190,6 +221,16 @@ DOWN = "model.layers.0.mlp.down_proj"
             lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float().to(torch.float8_e5m2)}),
             "is float8_e5m2 of shape .*, expected float8_e4m3fn",
         ),
+        (
+            "ct-fp8-static",
+            lambda t: t.pop(f"{DOWN}.input_scale"),
+            "tensor 'layers.0.mlp.down_proj.input_scale' is missing",
+        ),
+        (
+            "modelopt-fp8",
+            lambda t: t.update({f"{DOWN}.input_scale": torch.tensor(-1.0)}),
+            r"down_proj.input_scale' is float32 of shape \[\], expected a positive number",
+        ),
         ("gptq", lambda t: t.update({f"{DOWN}.g_idx": torch.zeros(64, dtype=torch.int32)}), "expected groups of 16"),
         (
             "ct-fp8-channel",
@@ -238,5 +279,8 @@ def test_inspect_says_what_is_in_fewer_bits(target: Path, tmp_path: Path) -> Non
         "kinds": {"4-bit integers, groups of 16, zero points": 7 * CONFIG.num_layers},
         "dense": ["embed_tokens", "lm_head"],
     }
+    quantize_checkpoint(target, tmp_path / "dynamic", tmp_path / "again", FORMATS["ct-fp8-dynamic"])
+    kinds = describe_target(CONFIG, target_files(tmp_path / "dynamic", CONFIG.family))["weights"]["kinds"]
+    assert list(kinds) == ["8-bit floats (E4M3), one scale per row, activations in 8 bits by token"]
     assert said["stored"]["size"]["parameters"] == said["meant"]["size"]["parameters"]
     assert said["stored"]["size"]["bytes"] < said["meant"]["size"]["bytes"]

@@ -3,6 +3,7 @@
 Real graphs: tests/gpu.
 """
 
+import gc
 import random
 
 import pytest
@@ -218,3 +219,11 @@ def prompt_keys(engine: LLMEngine) -> list[PromptProgram]:
 def prompt_of(length: int, seed: int = 0) -> Ask:
     generator = random.Random(seed)
     return greedy([generator.randrange(2, VOCAB) for _ in range(length)], 12)
+
+
+def test_nothing_is_collected_while_a_graph_is_captured():
+    """A graph that is destroyed in the middle of a capture makes it fail: those of an engine that is gone."""
+    assert gc.isenabled()
+    with graphs._without_collecting():
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -131,6 +131,40 @@ def test_acceptance_is_what_the_engine_counts(pair: Path, measured: Results) -> 
     assert row.by_workload["one"].value == pytest.approx(expected.acceptance_length)
 
 
+def test_trees_are_measured_as_the_engine_drafts_them(pair: Path) -> None:
+    tree = {"tree_width": 32, "tree_budget": 63}  # so large that this drafter, which knows nothing, hits now and then
+    found = run_eval(settings(pair, "full", depths=(3,), temperatures=(0.0,), speculative_config=tree), [ONE], QUIET)
+    (contender,), (cell,) = found.contenders, found.cells
+    assert contender.name == "full K=3 tree 32x63 T=0"
+    assert found.title == "Acceptance length of full, tree 32x63"
+    speculation = {"model": str(pair / "full"), "num_speculative_tokens": 3, **tree}
+    assert contender.speculation == speculation
+    llm = LLM(pair / "target", speculative_config={**speculation, "adaptive": False}, device="cpu")
+    asked = [[dict(message) for message in prompt.messages] for prompt in ONE.prompts]
+    outputs = llm.chat(asked, SamplingParams(temperature=0.0, max_tokens=12))
+    assert cell.acceptance_statistics == AcceptanceStatistics.merge(one.metrics.acceptance for one in outputs)
+    assert sum(cell.acceptance_statistics.accepted_by_depth)
+    assert "| full | 3 tree 32x63 | 0 |" in EvalReport(found).markdown()
+
+
+def test_sampled_drafts_are_drawn(pair: Path) -> None:
+    """A drafter that is sure of nothing: its likeliest draft and one that is drawn are seldom the same."""
+    chains, drawn = (
+        run_eval(settings(pair, "full", temperatures=(1.0,), speculative_config=more), [ONE], QUIET)
+        for more in ({}, {"draft_sample_method": "probabilistic"})
+    )
+    assert [one.name for one in drawn.contenders] == ["full K=2 sampled T=1"]
+    tallies = [[one.acceptance for cell in found.cells for one in cell.requests] for found in (chains, drawn)]
+    assert tallies[0] != tallies[1]
+
+
+def test_what_has_an_option_of_its_own_is_no_part_of_the_speculative_config(pair: Path) -> None:
+    with pytest.raises(ConfigError, match="leave out num_speculative_tokens: there are options"):
+        settings(pair, "full", speculative_config={"num_speculative_tokens": 4})
+    with pytest.raises(ConfigError, match="draft trees are not sampled"):
+        settings(pair, "full", speculative_config={"tree_width": 2, "draft_sample_method": "probabilistic"})
+
+
 def test_baselines_pool_the_workloads(measured: Results) -> None:
     found = baselines(measured)
     assert {Path(drafter).name for drafter in found} == {"full", "half"}
@@ -283,7 +317,7 @@ def test_a_drafter_that_cannot_be_used_fails_alone(pair: Path) -> None:
     rows = EvalReport(found).rows
     assert rows[0].mean is None
     assert rows[0].failed["one"]
-    assert "| broken | 2 | 0 | - | - |" in EvalReport(found).markdown()
+    assert "| broken | 2 | 0 | - |\n" in EvalReport(found).markdown()
 
 
 def test_a_drafter_that_breaks_down_is_no_measurement(pair: Path) -> None:

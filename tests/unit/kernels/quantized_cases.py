@@ -3,12 +3,16 @@
 import torch
 import torch.nn.functional as F
 
+from fledge.kernels import quantize_rows as rounding
 from fledge.kernels import quantized_linear as multiplying
+from fledge.kernels import rms_norm as norming
+from fledge.kernels import swiglu as gating
 from fledge.kernels._triton import next_power_of_two
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import QuantizedLaunch, choose_launch, fragment_linear_triton
-from fledge.kernels.quantized_linear import Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
-from tests.unit.kernels.cases import close, randn
+from fledge.kernels.quantize_rows import CodedRows, quantize_rows_reference
+from fledge.kernels.quantized_linear import Activations, Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
+from tests.unit.kernels.cases import EPS, close, randn
 from tests.unit.kernels.interpreter import in_triton
 
 Case = tuple[Kind, int | None, bool]
@@ -40,6 +44,7 @@ def quantized(
     with_zeros: bool,
     device: str,
     is_stored: bool = False,
+    activations: Activations | None = None,
 ) -> QuantizedWeight:
     """Every code there is, scales of very different sizes."""
     codes = torch.randint(0, 16 if kind in {"int4", "fp4"} else 256, (rows, columns), device=device).to(torch.uint8)
@@ -57,6 +62,8 @@ def quantized(
         codes=codes,
         scales=torch.rand(rows, groups, device=device).add(0.1).mul(0.02),
         zeros=torch.randint(-8, 8, (rows, groups), device=device).to(torch.int8) if with_zeros else None,
+        activations=activations,
+        input_scale=torch.tensor(0.007, device=device) if activations == "tensor" else None,
     )
     return weight if is_stored else for_gpu(weight)
 
@@ -105,3 +112,52 @@ def fragment_linear(
     x[:-1] = 0
     alone = fragment_linear_triton(x, weight, bias, launch=launch)
     assert torch.equal(alone[-1], out[-1]), "a row does not depend on its neighbours"
+
+
+def quantize_rows(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """To the last bit: rows of all sizes, of nothing but zeros, and with what is too large for a scale."""
+    x = randn(rows, size, dtype=dtype, device=device) * torch.logspace(-4, 2, rows, device=device)[:, None].to(dtype)
+    x[0] = 0
+    strided = torch.cat([x, x], dim=1)[:, :size]
+    for scale in (None, torch.tensor(0.01, device=device)):
+        out = in_triton(rounding.quantize_rows)(strided, scale)
+        equal_codes(out, quantize_rows_reference(x, scale))
+    assert out.codes.float().abs().max() == 448
+
+
+def coded_results(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Norms and gates that round their results: to the last bit the codes of what they are otherwise."""
+    x, residual = (randn(rows, size, dtype=dtype, device=device) for _ in range(2))
+    weight, gate_up = randn(size, dtype=dtype, device=device), randn(rows, 2 * size, dtype=dtype, device=device)
+    found = in_triton(norming.coded_rms_norm)(x, weight, EPS)
+    equal_codes(found, quantize_rows_reference(in_triton(norming.rms_norm)(x, weight, EPS)))
+    found, total = in_triton(norming.coded_add_rms_norm)(x, residual, weight, EPS)
+    normed, expected = in_triton(norming.add_rms_norm)(x, residual, weight, EPS)
+    assert torch.equal(total, expected)
+    equal_codes(found, quantize_rows_reference(normed))
+    gated = in_triton(gating.swiglu)(gate_up)
+    equal_codes(in_triton(gating.coded_swiglu)(gate_up), quantize_rows_reference(gated))
+
+
+def equal_codes(found: CodedRows, expected: CodedRows) -> None:
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.codes.float(), expected.codes.float())
+
+
+def scaled_linear(rows: int, columns: int, size: int, dtype: torch.dtype, device: str, *, units: float = 1) -> None:
+    """Codes with codes, by whichever kernel: sums of products of exact numbers."""
+    x, bias = randn(rows, size, dtype=dtype, device=device), randn(columns, dtype=dtype, device=device)
+    kinds: tuple[Activations, ...] = ("token", "tensor")
+    for activations in kinds:
+        weight = quantized("fp8", columns, size, None, with_zeros=False, device=device, activations=activations)
+        rounded = quantize_rows_reference(x, weight.input_scale)
+        for added in (None, bias):
+            exact = (rounded.codes.double() * rounded.scales.double()) @ dequantize(weight).double().T
+            exact = exact if added is None else exact + added.double()
+            out = in_triton(multiplying.quantized_linear)(x, weight, added)
+            close(out, exact.to(dtype), units, size=float(exact.abs().max()))
+        others = x.flip(0).contiguous()
+        others[-1] = x[-1]
+        again = in_triton(multiplying.quantized_linear)(others, weight, bias)
+        assert torch.equal(again[-1], out[-1]), "a row does not depend on its neighbours"

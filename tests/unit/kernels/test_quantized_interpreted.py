@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
 
+from fledge.kernels.scaled_linear import choose_launch
 from tests.unit.kernels import quantized_cases as cases
 
 
@@ -19,3 +20,39 @@ def test_dequantize(kind, group, with_zeros):
         weight = cases.quantized(kind, rows, 640, group, with_zeros=with_zeros, device="cpu")
         assert weight.in_fragments == is_tiled
         cases.dequantized(weight, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_quantize_rows(dtype):
+    cases.quantize_rows(5, 300, dtype, "cpu")
+    cases.coded_results(5, 300, dtype, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(3, 528), (16, 528), (33, 528), (9, 200), (20, 100), (40, 100), (5, 100)]
+)
+def test_scaled_linear(rows, columns):
+    """Of four multiprocessors: a tall matrix, which has no whole tile at the end, a middling one, and short ones."""
+    cases.scaled_linear(rows, columns, 1024, torch.float16, "cpu")
+
+
+def test_scaled_linear_of_more_rows():
+    """By torch, which multiplies codes on a CPU too; in float16 by the dequantised matrix."""
+    cases.scaled_linear(70, 528, 1024, torch.bfloat16, "cpu")
+    cases.scaled_linear(70, 528, 1024, torch.float16, "cpu", units=2)
+
+
+def test_which_launch_codes_have():
+    def chosen(rows, columns, size=4096):
+        return choose_launch(rows=rows, columns=columns, size=size, processors=132)
+
+    assert chosen(1, 28672)["BLOCK_N"] == 64
+    assert chosen(17, 28672)["BLOCK_N"] == 128
+    assert chosen(1, 6144)["WIDE"]
+    assert not chosen(32, 4096)["WIDE"]
+    assert chosen(33, 4096)["WIDE"]
+    assert chosen(1, 4096, 14336) is not None
+    for columns in (28672, 6144, 4096):
+        assert chosen(64, columns) is not None
+        assert chosen(65, columns) is None, "torch is faster"
+        assert chosen(1, columns, 640) is None, "no whole steps"

@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fledge.checkpoints.target import load_target, save_target
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
+from fledge.kernels.quantized_linear import QuantizedWeight
+from fledge.layers.quantized import QuantizedLinear
 from fledge.models.target.decoder import TargetModel
 from fledge.native.decoder import NativeTarget
 from fledge.native.library import library
-from fledge.native.linear import PackedQuantizedLinear
+from fledge.native.linear import PackedQuantizedLinear, pack_linears
 from tests.engine_cases import answers, greedy, speculation
 from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
@@ -57,3 +61,48 @@ def test_products_and_tokens_of_the_dequantised_target(name: str, target: Path, 
             torch.testing.assert_close(found.self_attn.qkv_proj(x), meant.self_attn.qkv_proj(x))
             torch.testing.assert_close(found.mlp(x), meant.mlp(x))
             assert torch.equal(found.mlp(x[-1:]), found.mlp(x)[-1:])  # to the last bit, whatever the company
+
+
+@pytest.mark.parametrize("name", ["ct-fp8-dynamic", "ct-fp8-static"])
+def test_activations_in_eight_bits(name: str, target: Path, tmp_path: Path) -> None:
+    """Products are those of x as it is rounded, and with and without drafts the tokens are the same."""
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", FORMATS[name])
+    engines = [engine_of(load_target(tmp_path / "stored"), drafts=drafts) for drafts in (False, True)]
+    assert answers(engines[1], ASKS) == answers(engines[0], ASKS)
+    assert isinstance(engines[0].runner.state.target, NativeTarget)
+    found, meant = engines[0].runner.state.target.layers[1], load_target(tmp_path / "meant").layers[1]
+    sizes = torch.tensor([1e-4, 1.0, 40.0, 0.0, 3.0])[:, None]
+    with torch.no_grad():
+        for linear in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            packed, plain = found.get_submodule(linear), meant.get_submodule(linear)
+            assert isinstance(packed, PackedQuantizedLinear)
+            x = torch.randn(5, plain.in_features) * sizes
+            rounded = FORMATS[name].multiplied(x).nan_to_num()  # of nothing but zeros
+            expected = plain(rounded)
+            torch.testing.assert_close(packed(x), expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+            assert torch.equal(packed(x[1:2]), packed(x)[1:2])
+
+
+def test_activations_are_rounded_as_by_torch() -> None:
+    """Every code, the numbers between two of them and beside these, what is too large; by the identity."""
+    size = 64
+    identity = QuantizedWeight(
+        kind="fp8",
+        columns=size,
+        group_size=size,
+        codes=torch.eye(size).to(torch.float8_e4m3fn),
+        scales=torch.ones(size, 1),
+        activations="tensor",
+        input_scale=torch.tensor(0.25),
+    )
+    model = nn.Sequential(QuantizedLinear(identity, None, torch.float32))
+    pack_linears(model)
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[~every.isnan()].unique()
+    between = (every[1:] + every[:-1]) / 2
+    beside = [torch.nextafter(between, between + side) for side in (-1, 1)]
+    given = torch.cat([every, between, *beside, torch.tensor([448.1, 500.0, -1e9, 1e-9])])
+    x = F.pad(given, (0, -len(given) % size)).view(-1, size)
+    with torch.no_grad():
+        found = model(x * 0.25) / 0.25
+    assert torch.equal(found, x.clamp(-448, 448).to(torch.float8_e4m3fn).float())

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from fledge.checkpoints.formats.dense import DENSE, Placement, StoredLinear
 from fledge.errors import ConfigError
+from fledge.kernels.quantize_rows import quantize_rows
 from fledge.kernels.quantized_linear import QuantizedWeight
 from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
@@ -15,18 +15,6 @@ from fledge.layers.quantized import QuantizedLinear
 # The linears that may be in fewer bits: of layers, and not the routers of experts.
 QUANTIZABLE = re.compile(r"(.*\.)?layers\.\d+\.(.*\.)?(?!\w*gate$)[^.]+")
 _AS_MATRIX = ".kv_b_proj"  # latent attention reads it other than by a product
-_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-
-
-def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix as E4M3 and a scale for each row, [rows, 1], rounded to nearest."""
-    scales = scales_for(values.abs().amax(1, keepdim=True), _FP8_MAX)
-    return (values / scales).to(torch.float8_e4m3fn), scales
-
-
-def scales_for(largest: Tensor, highest: float) -> Tensor:
-    """What the code `highest` is multiplied with to stand for a value of this size; 1 where there is nothing."""
-    return torch.where(largest > 0, largest / highest, 1.0)
 
 
 class Fp8AtLoad:
@@ -44,10 +32,8 @@ class Fp8AtLoad:
         name = parts[0][0].name
         if not QUANTIZABLE.fullmatch(name) or _AS_MATRIX in name:
             return filled
-        codes, scales = fp8_rows(empty.weight.detach().float())
-        weight = QuantizedWeight(
-            kind="fp8", columns=empty.in_features, group_size=empty.in_features, codes=codes, scales=scales
-        )
+        rows, size = quantize_rows(empty.weight.detach()), empty.in_features
+        weight = QuantizedWeight(kind="fp8", columns=size, group_size=size, codes=rows.codes, scales=rows.scales)
         return QuantizedLinear(weight, None if empty.bias is None else empty.bias.detach(), placement.dtype)
 
 

@@ -1,7 +1,8 @@
 """compressed-tensors, as llm-compressor writes it and vLLM and transformers read it: a scheme by group of linears.
 
-Activations are not quantised here, whatever a group says of them: weights are what decoding reads. Nor do keys and
-values follow `kv_cache_scheme`: that is the engine's `kv_cache_dtype`.
+Activations are quantised where weights are in FP8 with a scale for each row or matrix, and they are in FP8 too; others
+are not, whatever a group says of them. Nor do keys and values follow `kv_cache_scheme`: that is the engine's
+`kv_cache_dtype`.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from fledge.checkpoints.formats.dense import WeightFormat
 from fledge.checkpoints.formats.quantized import Quantized, Scheme, matches, names_of
 from fledge.checkpoints.formats.schemes import Block, EightBits, PackedFloats, PackedIntegers
 from fledge.errors import CheckpointError
+from fledge.kernels.quantized_linear import Activations
 from fledge.models.hf_config import ConfigFields
 
 METHOD = "compressed-tensors"
@@ -67,9 +69,31 @@ def _scheme(group: ConfigFields, form: str) -> Scheme:
         return PackedIntegers(bits=width, group_size=size, symmetric=symmetric, ordered=ordered)
     if form in _NAIVE and bits <= 8 and (kind == "int" or (bits == 8 and symmetric)):
         zero = None if symmetric else "weight_zero_point"
-        return EightBits(kind="int8" if kind == "int" else "fp8", block=_block(weights, strategy), zero=zero)
+        if kind == "int":
+            return EightBits(kind="int8", block=_block(weights, strategy), zero=zero)
+        block = _block(weights, strategy)
+        return EightBits(kind="fp8", block=block, activations=_activations(group) if isinstance(block, str) else None)
     described = f"{form or 'no format'}, {bits}-bit {kind}, {strategy}"
     raise CheckpointError(f"{group.where}: weights stored as {described} are not read here")
+
+
+def _activations(group: ConfigFields) -> Activations | None:
+    """Dynamic scales are those of tokens, also where a group has one for all of a pass: none may depend on the others.
+
+    vLLM does the same.
+    """
+    inputs = group.nested("input_activations")
+    if inputs is None or inputs.text("type", "int") != "float" or inputs.integer("num_bits") != 8:
+        return None
+    if inputs.text("strategy", "tensor") not in ("token", "tensor"):
+        return None
+    match inputs.values.get("dynamic", False):
+        case True:
+            return "token"
+        case False:
+            return "tensor"
+        case _:
+            return None
 
 
 def _block(weights: ConfigFields, strategy: str) -> Block:

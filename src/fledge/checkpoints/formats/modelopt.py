@@ -1,4 +1,4 @@
-"""NVIDIA's ModelOpt: FP8 with one scale for each matrix, and NVFP4.
+"""NVIDIA's ModelOpt: FP8 with one scale for each matrix and one for its inputs, and NVFP4, whose inputs stay.
 
 Its config is in config.json, or, as older versions write it, alone in hf_quant_config.json (`weights.weight_format`).
 """
@@ -10,7 +10,7 @@ from fledge.errors import CheckpointError
 from fledge.models.hf_config import ConfigFields
 
 _SCHEMES: dict[str, Scheme] = {
-    "FP8": EightBits(kind="fp8", block="tensor"),
+    "FP8": EightBits(kind="fp8", block="tensor", activations="tensor"),
     "NVFP4": PackedFloats(group_size=16, codes="weight", whole="weight_scale_2"),
 }
 

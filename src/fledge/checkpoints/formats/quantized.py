@@ -21,7 +21,7 @@ from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
 from fledge.models.hf_config import ConfigFields
 
-# Scales of activations, which are not quantised here, and of caches, which `kv_scales` reads.
+# Scales of activations, which a scheme may read, and of caches, which `kv_scales` reads.
 UNREAD = {"input_scale", "activation_scale", "input_global_scale", "output_scale"}
 UNREAD |= {"q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale"}
 _AS_MATRIX = ".kv_b_proj"  # latent attention reads it other than by a product

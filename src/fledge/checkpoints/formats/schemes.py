@@ -16,7 +16,14 @@ from torch import Tensor
 from fledge.checkpoints.formats.dense import StoredLinear
 from fledge.checkpoints.formats.quantized import expect_dtypes, refusal
 from fledge.checkpoints.tensors import TensorInfo
-from fledge.kernels.quantized_linear import INT4_OFFSET, Kind, QuantizedWeight, in_fewest_bits, pack_halves
+from fledge.kernels.quantized_linear import (
+    INT4_OFFSET,
+    Activations,
+    Kind,
+    QuantizedWeight,
+    in_fewest_bits,
+    pack_halves,
+)
 
 SCALE_DTYPES = ("float32", "float16", "bfloat16")
 _E8M0 = ("uint8", "float8_e8m0fnu")
@@ -30,18 +37,27 @@ def ceil_div(count: int, size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class EightBits:
-    """`scale` and `zero` are what follows the linear's name; a scale in E8M0 is the exponent of a power of two."""
+    """`scale`, `zero` and `input_scale` are what follows the linear's name.
+
+    A scale in E8M0 is the exponent of a power of two. That of the input is there for `activations` by tensor alone.
+    """
 
     kind: Kind
     block: Block
     scale: str = "weight_scale"
     zero: str | None = None
+    activations: Activations | None = None
+    input_scale: str = "input_scale"
+
+    def __post_init__(self) -> None:
+        assert self.activations is None or (self.kind == "fp8" and isinstance(self.block, str))
 
     @property
     def description(self) -> str:
         what = {"fp8": "8-bit floats (E4M3)", "int8": "8-bit integers"}[self.kind]
         if isinstance(self.block, str):
-            return f"{what}, one scale per {self.block}"
+            activations = f", activations in 8 bits by {self.activations}" if self.activations else ""
+            return f"{what}, one scale per {self.block}{activations}"
         rows, columns = self.block
         return f"{what}, groups of {columns}" if rows == 1 else f"{what}, blocks of {rows} x {columns}"
 
@@ -54,10 +70,12 @@ class EightBits:
         if not isinstance(self.block, str):
             scales = (ceil_div(linear.rows, self.block[0]), ceil_div(linear.columns, self.block[1]))
         elif self.block == "tensor":
-            scales = held.shape if held is not None and math.prod(held.shape) == 1 else (1,)
+            scales = _shape_of_one(linear, self.scale)
         elif held is not None and held.shape == (linear.rows,):
             scales = held.shape
         shapes = {"weight": (linear.rows, linear.columns), self.scale: scales}
+        if self.activations == "tensor":
+            shapes[self.input_scale] = _shape_of_one(linear, self.input_scale)
         return shapes if self.zero is None else {**shapes, self.zero: scales}
 
     def read(self, linear: StoredLinear, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
@@ -67,6 +85,12 @@ class EightBits:
         zeros = None
         if self.zero is not None and tensors[self.zero].any():
             zeros = self._by_row(tensors[self.zero], linear).to(torch.int8)
+        input_scale = None
+        if self.activations == "tensor":
+            expect_dtypes(linear, **{self.input_scale: SCALE_DTYPES})
+            input_scale = tensors[self.input_scale].float().reshape(())
+            if not 0 < input_scale < math.inf:
+                raise refusal(linear, self.input_scale, "a positive number")
         return QuantizedWeight(
             kind=self.kind,
             columns=linear.columns,
@@ -74,6 +98,8 @@ class EightBits:
             codes=tensors["weight"],
             scales=in_fewest_bits(self._by_row(_as_floats(tensors[self.scale]), linear)),
             zeros=zeros,
+            activations=self.activations,
+            input_scale=input_scale,
         )
 
     def _by_row(self, stored: Tensor, linear: StoredLinear) -> Tensor:
@@ -83,6 +109,12 @@ class EightBits:
         if self.block == "row":
             return stored.reshape(linear.rows, 1)
         return stored.repeat_interleave(self.block[0], dim=0)[: linear.rows].contiguous()
+
+
+def _shape_of_one(linear: StoredLinear, kind: str) -> tuple[int, ...]:
+    """Of a tensor that is one number, as which it may have any dimensions."""
+    held = linear.held.get(kind)
+    return held.shape if held is not None and math.prod(held.shape) == 1 else (1,)
 
 
 def _as_floats(scales: Tensor) -> Tensor:
@@ -116,8 +148,7 @@ class PackedFloats:
         scales = (linear.rows, ceil_div(linear.columns, self.group_size))
         shapes: dict[str, tuple[int, ...]] = {self.codes: (linear.rows, linear.columns // 2), "weight_scale": scales}
         if self.whole is not None:
-            held = linear.held.get(self.whole)
-            shapes[self.whole] = held.shape if held is not None and math.prod(held.shape) == 1 else (1,)
+            shapes[self.whole] = _shape_of_one(linear, self.whole)
         return shapes
 
     def read(self, linear: StoredLinear, tensors: Mapping[str, Tensor]) -> QuantizedWeight:

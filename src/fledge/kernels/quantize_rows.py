@@ -1,0 +1,106 @@
+"""Rows in eight bits: E4M3 codes and a scale for each row.
+
+    code = x / scale, rounded to nearest, no larger than 448          x = code * scale
+
+The scale of a row is the largest of its numbers over 448, 1 where all are zero; or one for all of them is given. The
+kernel agrees with the reference to the last bit. Kernels whose results are rounded next (`rms_norm`, `swiglu`) may do
+so themselves: `CodedRows` is what they leave.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
+from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
+from fledge.kernels.cache_codes import FP8, FP8_MAX
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """Rows of `dtype` as their codes [..., size] and scales [..., 1]."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "CodedRows":
+        codes = torch.empty(shape, dtype=FP8, device=device)
+        return cls(codes, torch.empty(*shape[:-1], 1, dtype=torch.float32, device=device), dtype)
+
+    def decoded(self) -> Tensor:
+        return (self.codes.float() * self.scales).to(self.dtype)
+
+
+def quantize_rows(x: Tensor, scale: Tensor | None = None) -> CodedRows:
+    """x [..., size] in codes; `scale` is a float32 number on its device."""
+    if not runs_triton(x, scale):
+        return quantize_rows_reference(x, scale)
+    rows, out = as_rows(x), CodedRows.empty(x.shape, x.dtype, x.device)
+    if x.numel() > 0:
+        block = next_power_of_two(rows.shape[1])
+        _quantize_rows_kernel[(len(rows),)](
+            rows,
+            out.scales if scale is None else scale,
+            out.codes,
+            out.scales,
+            rows.stride(0),
+            SIZE=rows.shape[1],
+            BLOCK=block,
+            GIVEN=scale is not None,
+            num_warps=min(16, max(1, block // 512)),
+            **overlapping(x.device),
+        )
+    return out
+
+
+def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> CodedRows:
+    wide = x.float()
+    if scale is None:
+        largest = wide.abs().amax(-1, keepdim=True)
+        scales = largest / torch.full_like(largest, FP8_MAX)  # by a number, torch on a GPU multiplies with its inverse
+        scales = scales.masked_fill(scales == 0, 1.0)
+    else:
+        scales = scale.expand(*x.shape[:-1], 1).contiguous()
+    return CodedRows((wide / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales, x.dtype)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr,
+    given_ptr,
+    codes_ptr,
+    scales_ptr,
+    x_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GIVEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program has a row, which stays in registers."""
+    begin_overlapped(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < SIZE
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    let_successor_in(OVERLAP)
+    one = tl.zeros([1, 1], tl.int32)
+    scales = tl.load(given_ptr + one) if GIVEN else scales_of_rows(x)
+    tl.store(scales_ptr + row + one, scales)
+    tl.store(codes_ptr + row * SIZE + column, encode_rows(x, scales), mask=inside)
+
+
+@triton.jit
+def scales_of_rows(x):
+    """Of rows in float32, [rows, size] -> [rows, 1]."""
+    scales = tl.max(tl.abs(x), axis=1)[:, None]
+    scales = tl.div_rn(scales, tl.full(scales.shape, 448.0, tl.float32))
+    return tl.where(scales == 0.0, 1.0, scales)
+
+
+@triton.jit
+def encode_rows(x, scales):
+    scaled = tl.div_rn(x, tl.broadcast_to(scales, x.shape))
+    return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)

@@ -166,15 +166,6 @@ def _dear(batch: int, arm: Arm) -> float:
     return (2e-3 + 1e-3 * batch) * (1.0 if not arm.depth else 1.25 + 0.19 * arm.depth)
 
 
-def test_a_few_requests_of_another_content_are_enough_to_stop_drafting() -> None:
-    speeds = []
-    for seed in range(8):
-        policy = AdaptiveDepth(5, 16)
-        World(_dear, lambda _: 0.75, seed).tokens_per_second(policy, 1, 96 * 16)
-        speeds.append(World(_dear, lambda _: 0.28, seed).tokens_per_second(policy, 1, 96 * 8))
-    assert sum(speeds) / len(speeds) > 0.94 / _dear(1, PLAIN)
-
-
 def test_a_kind_of_request_is_tried_before_drafting_for_it_is_given_up() -> None:
     """By what is held of drafts before any was seen, none would be worth their cost here."""
 

@@ -230,7 +230,8 @@ class AdmissionPolicy:
             gains = self._expected(outcomes.confidence, outcomes.is_greedy)
             before = self._gains.get(depth, gains)
             self._gains[depth] = before + GAIN_SMOOTHING * (gains - before)
-        return self._rounds % every == 0 and self.model.observe(outcomes)
+        # Whole turns of `FULL_EVERY`: a full round is in each of them.
+        return self._rounds // FULL_EVERY % every == 0 and self.model.observe(outcomes)
 
     def observe_cost(self, batch: int, depth: int, admit: int, seconds: float, full: CostTable) -> None:
         """Learn how long a round took that was to verify `admit` drafts, beside `full` ones of its kind."""

@@ -76,6 +76,7 @@ class LLMEngine:
         self._depth_policy = depth_policy or make_policy(config.speculative_config, config.max_num_seqs)
         self._in_flight: Launch | None = None
         self._device_seconds = 0.0  # of the present step, that the host waited for the device or was itself the device
+        self._rounds_observed = 0  # with drafts, that the controller has learned from
         self._updates: list[RequestUpdate] = []
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._death: DeadEngineError | None = None
@@ -344,9 +345,10 @@ class LLMEngine:
         if not batch.verify.depth or batch.admit is not None:
             return
         every = max(-(-len(results) // OBSERVED_REQUESTS), 1)
+        self._rounds_observed += 1  # of its own: full rounds come in step with all others
         outcomes = [
             DraftOutcome(one.request, one.drafted, one.accepted)
-            for one in results[self._stats.num_rounds % every :: every]
+            for one in results[self._rounds_observed % every :: every]
             if one.drafted and one.is_finite and one.request.phase is not Phase.FINISHED and _is_in_step(one.request)
         ]
         self._depth_policy.observe(outcomes, is_tree=batch.verify.is_tree)

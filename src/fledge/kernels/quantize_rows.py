@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import as_rows, capability, next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.cache_codes import FP8, FP8_MAX
 
 
@@ -34,9 +34,14 @@ class CodedRows:
         return (self.codes.float() * self.scales).to(self.dtype)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether a GPU has numbers in E4M3, to make and to multiply: Ada and later."""
+    return capability(device) >= (8, 9)
+
+
 def quantize_rows(x: Tensor, scale: Tensor | None = None) -> CodedRows:
     """x [..., size] in codes; `scale` is a float32 number on its device."""
-    if not runs_triton(x, scale):
+    if not runs_triton(x, scale) or not has_fp8(x.device):
         return quantize_rows_reference(x, scale)
     rows, out = as_rows(x), CodedRows.empty(x.shape, x.dtype, x.device)
     if x.numel() > 0:

@@ -28,7 +28,7 @@ from fledge.kernels._triton import as_rows, capability, has_room, processors, ru
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import choose_launch, counters, fragment_linear_triton
 from fledge.kernels.quantize_rows import CodedRows, quantize_rows
-from fledge.kernels.scaled_linear import has_fp8_products, scaled_linear, takes_codes
+from fledge.kernels.scaled_linear import multiplies_codes, scaled_linear, takes_codes
 
 Kind = Literal["int8", "fp8", "int4", "fp4"]
 Activations = Literal["token", "tensor"]  # what shares a scale: a row of x, or all that there ever is
@@ -162,7 +162,7 @@ def pack_halves(values: Tensor) -> Tensor:
     return values[:, ::2] | (values[:, 1::2] << 4)
 
 
-def for_gpu(weight: QuantizedWeight) -> QuantizedWeight:
+def for_gpu(weight: QuantizedWeight, dtype: torch.dtype = torch.bfloat16) -> QuantizedWeight:
     """The same matrix in the layout that the GPU's kernels read.
 
     Scales and zero points of neighbouring rows are neighbours, in 32 bits: the least that is copied asynchronously.
@@ -173,7 +173,7 @@ def for_gpu(weight: QuantizedWeight) -> QuantizedWeight:
     zeros = None if weight.zeros is None else weight.zeros.float().T.contiguous().T
     weight = replace(weight, scales=weight.scales.float().T.contiguous().T, zeros=zeros)
     rows, length = weight.codes.shape
-    if weight.activations is not None and has_fp8_products(weight.codes.device):
+    if weight.activations is not None and multiplies_codes(weight.codes.device, dtype):
         return weight
     if weight.in_fragments or rows % TILE_ROWS or length % SPAN:
         return weight

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.quantize_rows import CodedRows, encode_rows, quantize_rows_reference, scales_of_rows
+from fledge.kernels.quantize_rows import CodedRows, encode_rows, has_fp8, quantize_rows_reference, scales_of_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def coded_rms_norm(x: Tensor, weight: Tensor, eps: float) -> CodedRows:
     """`quantize_rows(rms_norm(x))`."""
-    if not runs_triton(x, weight):
+    if not runs_triton(x, weight) or not has_fp8(x.device):
         return quantize_rows_reference(rms_norm_reference(x, weight, eps))
     assert x.dtype == weight.dtype
     out = CodedRows.empty(x.shape, x.dtype, x.device)
@@ -48,7 +48,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def coded_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[CodedRows, Tensor]:
     """(`quantize_rows(rms_norm(x + residual))`, x + residual)."""
-    if not runs_triton(x, residual, weight):
+    if not runs_triton(x, residual, weight) or not has_fp8(x.device):
         total = x + residual
         return quantize_rows_reference(rms_norm_reference(total, weight, eps)), total
     assert x.dtype == weight.dtype

@@ -4,23 +4,24 @@
     more        torch's `_scaled_mm`
 
 Both read W as it lies in the file. Tolerance: products are exact, and summed in what the matrix instruction has for
-eight bits, some 14 of them on Hopper, and in float32 from one step of the kernel to the next; scales are float32, and
-the result is rounded once. A narrow walk is in float16, and its sums all float32. A row's result does not depend on
+eight bits, some 14 of them on Hopper, by ours in float32 from one step of the kernel to the next; scales are float32,
+and the result is rounded once. A narrow walk is in float16, and its sums all float32. A row's result does not depend on
 the other rows, for one number of them.
 """
 
 import torch
 from torch import Tensor
 
-from fledge.kernels._triton import as_rows, capability, has_room, processors
-from fledge.kernels.quantize_rows import CodedRows
+from fledge.kernels._triton import as_rows, has_room, processors
+from fledge.kernels.quantize_rows import CodedRows, has_fp8
 from fledge.kernels.skinny_linear import CHAINS, skinny_linear_triton
 
 _ALIGNED = 16  # rows and columns of W for torch, in bytes
 
 
-def has_fp8_products(device: torch.device) -> bool:
-    return capability(device) >= (8, 9)
+def multiplies_codes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a GPU does so at all for numbers of `dtype`; float16 is for our kernels alone."""
+    return has_fp8(device) and (dtype == torch.bfloat16 or (dtype == torch.float16 and has_room(device)))
 
 
 def takes_codes(x: CodedRows, weight: Tensor) -> bool:
@@ -28,7 +29,7 @@ def takes_codes(x: CodedRows, weight: Tensor) -> bool:
 
     In float16 that is only the few rows: torch writes bfloat16.
     """
-    if not has_fp8_products(weight.device) or x.codes.numel() == 0:
+    if not has_fp8(weight.device) or x.codes.numel() == 0:
         return False
     is_aligned = weight.shape[0] % _ALIGNED == 0 and weight.shape[1] % _ALIGNED == 0
     return (x.dtype == torch.bfloat16 and is_aligned) or _launch(x, weight) is not None

@@ -23,7 +23,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         if quantized.codes.is_cuda:
-            quantized = for_gpu(quantized)
+            quantized = for_gpu(quantized, dtype)
         self.in_fragments = quantized.in_fragments
         self.kind, self.group_size, self.activations = quantized.kind, quantized.group_size, quantized.activations
         self.in_features, self.out_features = quantized.columns, len(quantized.scales)

@@ -144,7 +144,8 @@ static void round_row(const float *x, int64_t size, float scale, float *out) {
     if (scale == 0.0f) {
         float largest = 0.0f;
         for (int64_t k = 0; k < size; k++) largest = fabsf(x[k]) > largest ? fabsf(x[k]) : largest;
-        scale = largest > 0.0f ? largest / 448.0f : 1.0f;
+        scale = largest / 448.0f;  // zero too where that is too small for a float
+        if (scale == 0.0f) scale = 1.0f;
     }
     for (int64_t k = 0; k < size; k++) out[k] = nearest_float8(x[k] / scale) * scale;
 }

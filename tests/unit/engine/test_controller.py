@@ -225,6 +225,35 @@ def test_it_learns_from_some_requests_of_a_large_round_in_turns() -> None:
     assert len(seen) == count, "each has had its turn"
 
 
+def test_turns_are_of_rounds_that_are_learned_from() -> None:
+    """Where others verify some drafts only, each eighth round is full: the same requests would have all turns."""
+    seen: set[str] = set()
+
+    class Recorder(engine_cases.AnyDepth):
+        def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
+            seen.update(outcome.request.id for outcome in outcomes)
+
+    count, policy = 4 * OBSERVED_REQUESTS, Recorder(lambda _: 2, [2])
+    engine = engine_cases.make_engine(
+        drafts=engine_cases.drafter(), policy=policy, max_depth=2, max_num_seqs=count, num_blocks=3000
+    )
+    for i in range(count):
+        engine_cases.greedy([2 + i % 3, 3], 64).submit(engine, str(i))
+    engine._observe_drafts = _each_eighth(engine._observe_drafts)  # type: ignore[method-assign]
+    engine_cases.run(engine)
+    assert len(seen) == count
+
+
+def _each_eighth(function: Callable[..., None]) -> Callable[..., None]:
+    rounds = itertools.count()
+
+    def called(*args: object) -> None:
+        if next(rounds) % 8 == 0:
+            function(*args)
+
+    return called
+
+
 def test_where_drafting_never_pays_next_to_nothing_is_drafted() -> None:
     world = World(_cpu, lambda _: 0.1)
     world.tokens_per_second(AdaptiveDepth(7, 256), 16, 96 * 16 * 10)

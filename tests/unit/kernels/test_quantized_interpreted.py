@@ -9,8 +9,10 @@ pytest.importorskip("triton")
 if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
 
+from fledge.kernels import quantize_rows, rms_norm, swiglu
 from fledge.kernels.scaled_linear import choose_launch
 from tests.unit.kernels import quantized_cases as cases
+from tests.unit.kernels.interpreter import in_triton
 
 
 @pytest.mark.parametrize(("kind", "group", "with_zeros"), cases.KINDS)
@@ -26,6 +28,24 @@ def test_dequantize(kind, group, with_zeros):
 def test_quantize_rows(dtype):
     cases.quantize_rows(5, 300, dtype, "cpu")
     cases.coded_results(5, 300, dtype, "cpu")
+
+
+def test_gpus_without_such_numbers_leave_rounding_to_torch(monkeypatch):
+    monkeypatch.setattr(quantize_rows, "capability", lambda _device: (8, 0))
+    for kernel, module in (
+        ("_quantize_rows_kernel", quantize_rows),
+        ("_rms_norm_kernel", rms_norm),
+        ("_coded_swiglu_kernel", swiglu),
+    ):
+        monkeypatch.setattr(module, kernel, None)
+    x, weight = torch.randn(2, 64), torch.ones(64)
+    for coded in (
+        in_triton(quantize_rows.quantize_rows)(x),
+        in_triton(rms_norm.coded_rms_norm)(x, weight, 1e-6),
+        in_triton(rms_norm.coded_add_rms_norm)(x, x, weight, 1e-6)[0],
+        in_triton(swiglu.coded_swiglu)(x),
+    ):
+        assert coded.codes.dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(

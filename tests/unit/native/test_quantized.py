@@ -106,3 +106,20 @@ def test_activations_are_rounded_as_by_torch() -> None:
     with torch.no_grad():
         found = model(x * 0.25) / 0.25
     assert torch.equal(found, x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+def test_rows_too_small_for_a_scale_are_rounded_as_by_torch() -> None:
+    """The largest over 448 is zero, though it is not."""
+    size = 64
+    codes, scales = torch.eye(size).to(torch.float8_e4m3fn), torch.ones(size, 1)
+    identity = QuantizedWeight(
+        kind="fp8", columns=size, group_size=size, codes=codes, scales=scales, activations="token"
+    )
+    model = nn.Sequential(QuantizedLinear(identity, None, torch.float32))
+    x = torch.zeros(2, size)
+    x[0, 0] = 1e-43
+    with torch.no_grad():
+        expected = model(x)
+        pack_linears(model)
+        assert torch.equal(model(x), expected)
+    assert expected.isfinite().all()

@@ -1,4 +1,4 @@
-"""Weights in 16 bits or more that become eight as they are loaded: what vLLM does for `--quantization fp8`."""
+"""Weights in 16 bits or more that become eight as they are loaded, `--quantization fp8`; activations stay."""
 
 import re
 from collections.abc import Mapping, Sequence

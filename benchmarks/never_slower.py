@@ -39,7 +39,6 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
 from fledge.engine.costs import CostTable, RoundCosts
 from fledge.engine.engine import LLMEngine
-from fledge.engine.estimator import DraftOutcome
 from fledge.engine.request import Request
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.evaluation.workloads import load_workload
@@ -95,10 +94,7 @@ class OneArm:
     def expect(self, acceptance: Acceptance) -> None:
         pass
 
-    def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
-        pass
-
-    def observe_end(self, request: Request) -> None:
+    def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
         pass
 
     def observe_round(self, *, arm: Arm, seconds: float) -> None:

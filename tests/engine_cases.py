@@ -18,14 +18,13 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
-from fledge.engine.admission import AdmissionPolicy, Budgets
+from fledge.engine.admission import AdmissionPolicy, Budgets, may_admit
 from fledge.engine.arms import PLAIN, Acceptance, Arm
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
 from fledge.engine.costs import MIN_SAMPLES, CostTable, RoundCosts
 from fledge.engine.engine import LLMEngine
-from fledge.engine.estimator import DraftOutcome
 from fledge.engine.graphs import GraphRunner, batch_sizes
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
@@ -218,10 +217,7 @@ class AnyDepth:
         self._depth, self._is_tree, self._sampled = depth, is_tree, sampled
         self.arms = [Arm(depth, is_tree=is_tree and depth > 0) for depth in depths]
 
-    def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
-        pass
-
-    def observe_end(self, request: Request) -> None:
+    def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
         pass
 
     def observe_round(self, *, arm: Arm, seconds: float) -> None:
@@ -279,7 +275,7 @@ class AnyBudget(AdmissionPolicy):
         self.rounds: Counter[bool] = Counter()  # by whether some drafts only were admitted
 
     def admit(self, requests: Sequence[Request], depth: int, *_: object) -> int | None:
-        is_ragged = self.share is not None
+        is_ragged = self.share is not None and may_admit(requests)
         self.rounds[is_ragged] += 1
         return int((self.share or 0) * len(requests) * depth) if is_ragged else None
 

@@ -43,7 +43,6 @@ HYSTERESIS = 1.01  # how much better than a full round one of fewer drafts must 
 FULL_EVERY = 8  # rounds, one is full: of its drafts the controller learns, which were not chosen for their chances
 GAIN_SMOOTHING = 0.2  # weight of the newest round in the expected acceptances
 GAIN_EVERY = 4  # rounds
-MANY = 32  # requests; of batches n times as large every n-th round is looked at: each takes time
 WORTH_MEASURING = 0.8  # of a full round's tokens, that a round must be expected to give to be timed
 
 Floats = NDArray[np.float64]
@@ -78,7 +77,7 @@ NO_BUDGETS = Budgets()
 # with more of them deep drafts do not pay.
 GPU_BUDGETS = Budgets(shares=(0.5,), min_batch=16, max_depth=3)
 # There every row takes time; for a few requests, to choose takes as long as is saved.
-CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75), min_batch=8)
+CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75), min_batch=4)
 
 
 def budgets_for(speculation: SpeculativeConfig | None, on_gpu: bool) -> Budgets:
@@ -203,6 +202,11 @@ class _Fit:
         return np.bincount(self.depth, values, self.max_depth).astype(np.float64)
 
 
+def may_admit(requests: Sequence[Request]) -> bool:
+    """Whether rounds of these may verify some drafts only: what is chosen is not the host's business."""
+    return not any(request.needs_host for request in requests)
+
+
 class AdmissionPolicy:
     """Chooses how many drafts of the next round are verified. Asked before every round, so it must be quick.
 
@@ -223,15 +227,13 @@ class AdmissionPolicy:
 
     def observe(self, outcomes: DraftOutcomes) -> bool:
         """Learn from a round; whether the model's coefficients have changed."""
-        batch, depth = outcomes.confidence.shape
+        depth = outcomes.confidence.shape[1]
         self._rounds += 1
-        every = max(batch // MANY, 1)
-        if self._rounds % max(GAIN_EVERY, every) == 0 and self.budgets.sizes(batch, depth):
+        if self._rounds % GAIN_EVERY == 0 and self.budgets.sizes(len(outcomes.drafted), depth):
             gains = self._expected(outcomes.confidence, outcomes.is_greedy)
             before = self._gains.get(depth, gains)
             self._gains[depth] = before + GAIN_SMOOTHING * (gains - before)
-        # Whole turns of `FULL_EVERY`: a full round is in each of them.
-        return self._rounds // FULL_EVERY % every == 0 and self.model.observe(outcomes)
+        return self.model.observe(outcomes)
 
     def observe_cost(self, batch: int, depth: int, admit: int, seconds: float, full: CostTable) -> None:
         """Learn how long a round took that was to verify `admit` drafts, beside `full` ones of its kind."""
@@ -248,33 +250,36 @@ class AdmissionPolicy:
         full: CostTable,
         confidence: Callable[[Sequence[Request], int], NDArray[np.float32] | None],
     ) -> int | None:
-        """Return how many drafts to verify; None: all. `full` are the costs of full rounds. No request needs the host.
+        """Return how many drafts to verify; None: all. `full` are the costs of full rounds.
 
         `confidence` tells that of the drafts themselves, [requests, depth], if it is known and none of them was drawn.
         """
-        batch, arm = len(requests), Arm(depth)
-        whole = full.device_cost(batch, arm)
+        batch = len(requests)
+        whole = full.device_cost(batch, Arm(depth))
         if whole is None or self._rounds % FULL_EVERY == 0 or not self.budgets.sizes(batch, depth):
             return None
+        if not may_admit(requests):
+            return None
+        is_greedy = np.array([request.kind is RequestKind.GREEDY for request in requests])
         known = confidence(requests, depth)
-        gains = self._gains.get(depth) if known is None else self._expected(known, are_greedy(requests))
+        gains = self._gains.get(depth) if known is None else self._expected(known, is_greedy)
         if gains is None:
             return None
-        full_rate = (1 + gains[-1]) / full.with_host(batch, arm, whole)
+        full_rate = (1 + gains[-1]) / full.with_host(batch, whole)
         best, best_rate = 1.0, HYSTERESIS * full_rate
         for share, gain in zip(self.budgets.shares, gains[:-1].tolist(), strict=True):
             table = self._costs.get(share)
-            relative = None if table is None else table.cost(batch, arm)
+            relative = None if table is None else table.cost(batch, Arm(depth))
             if relative is None:
                 if 1 + gain < WORTH_MEASURING * (1 + gains[-1]):
                     continue
                 best = share
                 break
-            rate = (1 + gain) / full.with_host(batch, arm, relative * whole)
+            rate = (1 + gain) / full.with_host(batch, relative * whole)
             if rate > best_rate:
                 best, best_rate = share, rate
         saved = 1 - full_rate / best_rate if best < 1 else 0.0
-        full.discount(batch, arm, 1 - saved * (1 - 1 / FULL_EVERY))
+        full.discount(batch, Arm(depth), 1 - saved * (1 - 1 / FULL_EVERY))
         size = math.ceil(best * batch * depth)
         return size if size < batch * depth else None
 
@@ -284,11 +289,6 @@ class AdmissionPolicy:
         sizes = [math.ceil(share * survival.size) for share in (*self.budgets.shares, 1.0)]
         expected: Floats = survival.cumsum()[np.array(sizes) - 1] / len(confidence)
         return expected
-
-
-def are_greedy(requests: Sequence[Request]) -> NDArray[np.bool_]:
-    """[requests]"""
-    return np.array([request.kind is RequestKind.GREEDY for request in requests])
 
 
 def log_odds(confidence: NDArray[np.float32] | Sequence[float]) -> Floats:

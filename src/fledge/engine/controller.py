@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from fledge.engine.arms import PLAIN, Acceptance, Arm, RequestKind
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.costs import CostTable, RoundCosts
-from fledge.engine.estimator import AcceptanceEstimator, DraftOutcome
+from fledge.engine.estimator import AcceptanceEstimator
 from fledge.engine.request import Phase, Request
 
 HYSTERESIS = 1.015  # how much better another arm must be
@@ -87,12 +87,8 @@ class DepthPolicy(Protocol):
         """Return whether the drafts of a new request, which leaves it open, are drawn at random. Asked once."""
         ...
 
-    def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
-        """Learn what became of the drafts of some requests in a round."""
-        ...
-
-    def observe_end(self, request: Request) -> None:
-        """Learn that an answer has ended."""
+    def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
+        """Learn what became of the drafts of one request in a round; or, without any, that it has ended."""
         ...
 
     def observe_round(self, *, arm: Arm, seconds: float) -> None:
@@ -128,10 +124,7 @@ class FixedDepth:
     def expect(self, acceptance: Acceptance) -> None:
         pass
 
-    def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
-        pass
-
-    def observe_end(self, request: Request) -> None:
+    def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
         pass
 
     def observe_round(self, *, arm: Arm, seconds: float) -> None:
@@ -169,15 +162,14 @@ class AdaptiveDepth:
         self._current = self._first
         self._trial: Arm | None = None  # what is being tried instead
         self._since_change = DWELL
-        self._is_new = False  # such requests have hardly drafted: no guess decides that nothing is drafted
         self._batch = 0
 
-    def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
-        self._trial_observations += len(outcomes)
-        self._acceptance.observe(outcomes, is_tree=is_tree)
-
-    def observe_end(self, request: Request) -> None:
-        self._answer_length += 0.05 * (request.num_output - self._answer_length)
+    def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
+        if drafted:
+            self._trial_observations += 1
+            self._acceptance.observe(request, is_tree=is_tree, drafted=drafted, accepted=accepted)
+        if request.finish_reason is not None:
+            self._answer_length += 0.05 * (request.num_output - self._answer_length)
 
     def observe_round(self, *, arm: Arm, seconds: float) -> None:
         self._since_change += 1
@@ -217,19 +209,17 @@ class AdaptiveDepth:
         batch = min(len(requests), self._max_num_seqs)
         self._steps += 1
         has_changed = not 0.8 * self._batch <= batch <= 1.25 * self._batch
-        every = EVERY if self._is_new else _every(batch)
-        is_due = has_changed or self._steps % every == 0 or self.choice is None
-        if is_due or (self._trial is not None and self._trial_is_over(self._trial, costs, batch)):
+        if has_changed or self._steps % _every(batch) == 0 or self.choice is None:
             self._batch = batch
             arms = [arm for arm in self.arms if arm.is_tree or arm.depth <= wanted]
-            self._decide(list(itertools.islice(requests, batch)), costs, arms, at_once=has_changed or self._is_new)
+            self._decide(list(itertools.islice(requests, batch)), costs, arms, at_once=has_changed)
         chosen = self._current if self._trial is None else self._trial
         return chosen if chosen.is_tree else Arm(min(chosen.depth, wanted))
 
     def _decide(self, requests: list[Request], costs: CostTable, arms: Sequence[Arm], *, at_once: bool) -> None:
         """Choose among `arms`: those of all that some request wants. `at_once`: however short the last choice held."""
-        batch, trial = len(requests), self._trial
-        if trial is not None and trial in arms and not (at_once or self._trial_is_over(trial, costs, batch)):
+        batch = len(requests)
+        if self._trial in arms and not self._trial_is_over(costs, batch):
             return
         self._trial = None
         known = {arm: cost for arm in arms if (cost := costs.estimate(batch, arm))}
@@ -241,14 +231,12 @@ class AdaptiveDepth:
         expected = {is_tree: self._acceptance.expected_tokens(requests, is_tree=is_tree) for is_tree in shapes}
         tokens = {arm: float(expected[arm.is_tree][arm.depth]) for arm in known}
         rates = {arm: tokens[arm] / cost for arm, cost in known.items()}
+        best = max(rates, key=lambda arm: rates[arm])
         drafting = max((arm for arm in rates if arm.depth), key=lambda arm: rates[arm])
-        catch_up = self._catch_up_seconds(requests, plain, costs)
-        is_known = self._acceptance.has_seen(requests, TRIAL_OBSERVATIONS)
-        self._is_new = not is_known and catch_up <= FIRST_CREDIT * plain
-        best = drafting if self._is_new else max(rates, key=lambda arm: rates[arm])
         reason = "best"
-        if self._current not in rates or (self._is_new and not self._current.depth):
+        if self._current not in rates:
             self._current = best
+        catch_up = self._catch_up_seconds(requests, plain, costs)
         if self._credit is None:
             self._credit = FIRST_CREDIT * plain
         if self._current.depth:  # while nothing is drafted it is saved for the catching up, which may be dear
@@ -290,9 +278,10 @@ class AdaptiveDepth:
             self._trial, self._trial_rounds, self._trial_observations = PLAIN, 0, TRIAL_OBSERVATIONS
         self.choice = DepthChoice(self._current, batch, None, None, self._current, "unmeasured")
 
-    def _trial_is_over(self, trial: Arm, costs: CostTable, batch: int) -> bool:
-        enough = self._trial_rounds >= TRIAL_ROUNDS and costs.cost(batch, trial) is not None
-        return (enough and (not trial.depth or self._trial_observations >= TRIAL_OBSERVATIONS)) or (
+    def _trial_is_over(self, costs: CostTable, batch: int) -> bool:
+        assert self._trial is not None
+        enough = self._trial_rounds >= TRIAL_ROUNDS and costs.cost(batch, self._trial) is not None
+        return (enough and (not self._trial.depth or self._trial_observations >= TRIAL_OBSERVATIONS)) or (
             self._trial_rounds >= TRIAL_ROUNDS + TRIAL_OBSERVATIONS
         )
 

@@ -7,8 +7,7 @@ rounds of requests are slower than rounds of nobody, and arms that have not run 
 those that have.
 
 The host's own work between two rounds comes on top, or where it overlaps with the device's bounds a round from below:
-a small model on a large GPU is no faster than its requests can be told their tokens, however deep they draft. With
-drafts there is more of it: they are counted, learned from and chosen.
+a small model on a large GPU is no faster than its requests can be told their tokens, however deep they draft.
 """
 
 import math
@@ -22,7 +21,6 @@ SETTLED_SAMPLES = 40  # rounds after which a change of the mean is a change of t
 FORGOTTEN_ROUNDS = 100  # a cost that was not measured for longer is learned anew, from what it was
 OUTLIER = 3.0  # a round that takes this many times its mean counts as no more than that
 REACH = 1.25  # a batch this much larger or smaller than a measured one costs about the same
-PLAIN_HOST = 0.7  # of the host's work for a round with drafts, that for one without, until both have run
 
 
 @dataclass
@@ -44,8 +42,7 @@ class CostTable:
     def __init__(self, *, host_overlaps: bool = True) -> None:
         self.rounds = 0  # measured so far
         self._host_overlaps = host_overlaps
-        # Seconds of the host's work for a round: by the power of two of the batch, and whether there are drafts.
-        self._host: dict[tuple[int, bool], float] = {}
+        self._host: dict[int, float] = {}  # seconds of the host's work for a round, by the power of two of the batch
         self._costs: dict[Arm, dict[int, _Cost]] = {}  # by batch
         self._discounts: dict[tuple[int, Arm], float] = {}  # power of two of the batch, arm: see `discount`
         self._trend = 0.0  # logarithm of how much slower everything has become
@@ -89,9 +86,9 @@ class CostTable:
             found = math.log(seconds / cost.expected)
             self._slower += max(SMOOTHING, 1 / (self._compared + MIN_SAMPLES)) * (found - self._slower)
 
-    def add_host(self, *, batch: int, arm: Arm, seconds: float) -> None:
+    def add_host(self, *, batch: int, seconds: float) -> None:
         """Learn how long the host itself was busy with a round."""
-        size = batch.bit_length(), arm.depth > 0
+        size = batch.bit_length()
         before = self._host.get(size, seconds)
         self._host[size] = before + SMOOTHING * (min(seconds, OUTLIER * before) - before)
 
@@ -107,25 +104,19 @@ class CostTable:
     def cost(self, batch: int, arm: Arm) -> float | None:
         """Return the cost of a round: measured, or between two measured sizes; None if neither, never a guess."""
         on_device = self.device_cost(batch, arm)
-        return None if on_device is None else self.with_host(batch, arm, on_device)
+        return None if on_device is None else self.with_host(batch, on_device)
 
-    def with_host(self, batch: int, arm: Arm, on_device: float) -> float:
+    def with_host(self, batch: int, on_device: float) -> float:
         """What a round costs that takes so long on the device."""
-        size, drafts = batch.bit_length(), arm.depth > 0
-        on_host = self._host.get((size, drafts))
-        if on_host is None:
-            on_host = self._host.get((size, not drafts), 0.0) * (1 / PLAIN_HOST if drafts else PLAIN_HOST)
+        on_host = self._host.get(batch.bit_length(), 0.0)
         return max(on_device, on_host) if self._host_overlaps else on_device + on_host
 
     def device_cost(self, batch: int, arm: Arm) -> float | None:
         """`cost` without the host's part."""
-        own = self._costs.get(arm, {}).get(batch)
-        if own is not None and own.samples >= MIN_SAMPLES:
-            return self._believed(arm, batch)
         below, above = self._neighbours(batch, arm)
         if below is not None and above is not None:
             low, high = self._believed(arm, below), self._believed(arm, above)
-            return low + (high - low) * (batch - below) / (above - below)
+            return low if above == below else low + (high - low) * (batch - below) / (above - below)
         nearest = below if above is None else above
         if nearest is not None and max(nearest, batch) <= REACH * min(nearest, batch):
             return self._believed(arm, nearest)

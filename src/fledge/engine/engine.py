@@ -29,7 +29,6 @@ from fledge.engine.controller import DepthPolicy, make_policy
 from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import RoundCosts
 from fledge.engine.device_state import DeviceState
-from fledge.engine.estimator import DraftOutcome
 from fledge.engine.graphs import make_graphs
 from fledge.engine.outputs import RequestUpdate, RoundRecord, TokenLogprobs
 from fledge.engine.passes import DrafterError
@@ -46,7 +45,6 @@ from fledge.models.target.decoder import TargetModel
 from fledge.native import accelerate
 
 RECENT_ROUNDS = 16
-OBSERVED_REQUESTS = 32  # of a round, that the controller learns from
 NOT_FINITE = "the target computed values that are not finite"
 
 _log = logging.getLogger("fledge.engine")
@@ -76,7 +74,6 @@ class LLMEngine:
         self._depth_policy = depth_policy or make_policy(config.speculative_config, config.max_num_seqs)
         self._in_flight: Launch | None = None
         self._device_seconds = 0.0  # of the present step, that the host waited for the device or was itself the device
-        self._rounds_observed = 0  # with drafts, that the controller has learned from
         self._updates: list[RequestUpdate] = []
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._death: DeadEngineError | None = None
@@ -244,7 +241,7 @@ class LLMEngine:
         self._stats.read_seconds += ended - launched
         if previous is not None and batch.decoding and not (batch.chunks or previous.batch.chunks):
             seconds = max(ended - started - self._device_seconds, 0.0)
-            self._costs.tables[batch.kind].add_host(batch=len(batch.decoding), arm=batch.draft, seconds=seconds)
+            self._costs.tables[batch.kind].add_host(batch=len(batch.decoding), seconds=seconds)
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: every block, row and request accounted for."""
@@ -273,9 +270,7 @@ class LLMEngine:
         requests, arm, costs = batch.decoding, batch.verify, self._costs.tables[batch.kind]
         if self.runner.mixes(batch, than=1 - costs.discount_of(len(requests), arm)):
             return replace(batch, is_mixed=True)
-        if self.admission is None or not arm.depth or arm.is_tree or arm != batch.draft:
-            return batch
-        if not requests or batch.needs_host:  # what the host chooses it chooses for all drafts
+        if self.admission is None or not requests or not arm.depth or arm.is_tree or arm != batch.draft:
             return batch
         return self.runner.admitting(batch, self.admission.admit(requests, arm.depth, costs, self.runner.confidence))
 
@@ -307,7 +302,6 @@ class LLMEngine:
         now = time.perf_counter()
         self._device_seconds += results.waited
         told = len(self._updates)
-        self._observe_drafts(launch.batch, results.requests)
         for result in results.requests:
             if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
                 self._updates.append(self._take(result, now, launch.batch))
@@ -336,23 +330,6 @@ class LLMEngine:
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")
 
-    def _observe_drafts(self, batch: ScheduledBatch, results: Sequence[RequestResult]) -> None:
-        """Let the controller learn, before results are taken over, from some requests in turns: each takes time.
-
-        Drafts that were admitted are accepted more often than others; what came behind a gap in what the drafter has
-        read, less often. Neither says how deep to draft.
-        """
-        if not batch.verify.depth or batch.admit is not None:
-            return
-        every = max(-(-len(results) // OBSERVED_REQUESTS), 1)
-        self._rounds_observed += 1  # of its own: full rounds come in step with all others
-        outcomes = [
-            DraftOutcome(one.request, one.drafted, one.accepted)
-            for one in results[self._rounds_observed % every :: every]
-            if one.drafted and one.is_finite and one.request.phase is not Phase.FINISHED and _is_in_step(one.request)
-        ]
-        self._depth_policy.observe(outcomes, is_tree=batch.verify.is_tree)
-
     def _take(self, result: RequestResult, now: float, batch: ScheduledBatch) -> RequestUpdate:
         request, drafted, accepted = result.request, result.drafted, result.accepted
         request.in_flight -= result.in_flight
@@ -362,11 +339,15 @@ class LLMEngine:
         known = len(request.tokens)
         is_first = known == len(request.prompt)
         told = is_first and request.wants_prompt_logprobs
-        in_step = _is_in_step(request)
         tokens = request.accept(result.tokens)
         request.first_token_at = request.first_token_at or now
+        in_step = request.settled >= known - 1  # the drafter has read all that it drafted from
         if drafted:
             request.rounds.append(RoundRecord(known, drafted, accepted))
+        unchosen = drafted if in_step and batch.admit is None else 0  # what is admitted is accepted more often
+        if unchosen or request.finish_reason is not None:
+            is_tree = batch.verify.is_tree
+            self._depth_policy.observe(request, is_tree=is_tree, drafted=unchosen, accepted=accepted)
         if in_step and result.state_norms:
             self._stats.state_growth = self._stats.state_growth.plus(result.state_norms)
         self._stats.output_tokens += len(tokens)
@@ -381,10 +362,7 @@ class LLMEngine:
         of_prompt = [TokenLogprobs(request.prompt[0], None), *request.prompt_logprobs] if told else None
         update = RequestUpdate(request.id, tokens, drafted, accepted, logprobs, of_prompt)
         ended = request.finish_reason
-        if ended is None:
-            return update
-        self._depth_policy.observe_end(request)
-        return self._finish(request, ended, update, failure=request.failure)
+        return update if ended is None else self._finish(request, ended, update, failure=request.failure)
 
     def _finish(
         self, request: Request, reason: str, update: RequestUpdate | None = None, *, failure: str | None = None
@@ -430,8 +408,3 @@ class LLMEngine:
             self.runner.state.drafter = self.runner.state.drafter_cache = None  # drafts there are, are still verified
             self._stats.drafter_failure = reason
             _log.error("the drafter failed (%s); decoding goes on without speculation until there is another", reason)
-
-
-def _is_in_step(request: Request) -> bool:
-    """Whether the drafter has read all that it drafted from."""
-    return request.settled >= len(request.tokens) - 1

@@ -1,10 +1,9 @@
 """How likely drafts are to be accepted, by depth, from those that were: what a round is expected to give."""
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,26 +12,17 @@ from fledge.engine.arms import Acceptance, RequestKind
 from fledge.engine.request import Request
 
 # Of drafts, how many are accepted before any was tried.
-PRIOR_RATES = {RequestKind.GREEDY: 0.6, RequestKind.SAMPLED: 0.4, RequestKind.SAMPLED_DRAFTS: 0.4}
+PRIOR_RATES = {RequestKind.GREEDY: 0.6, RequestKind.SAMPLED: 0.4, RequestKind.SAMPLED_DRAFTS: 0.55}
 PRIOR_ROUNDS = 4  # that this is worth
 MEASURED_PRIOR_ROUNDS = 16  # that the drafter's evaluation is worth
 TREE_MISSES = 0.65  # of the positions that chains miss, trees that were not tried are taken to miss this share
-DRAWN_MISSES = 0.88  # the same of drafts that are drawn, beside argmax ones of sampled requests
-MEMORY = 500  # rounds of a single request, after which what was accepted counts a third: content changes
+MEMORY = 500  # rounds of one request each, after which what was accepted is half forgotten or more
 REQUEST_MEMORY = 64  # drafts of one request, the same
 REQUEST_PRIOR = 20  # drafts that the others' acceptance is worth in judging one request
 STALE_MEMORY = 24  # rounds that old acceptance is worth once it is tried again after a pause
 MOST = 0.98  # no draft is held to be surer
 
 Array = NDArray[np.float64]
-
-
-class DraftOutcome(NamedTuple):
-    """What became of the drafts of one request in a round."""
-
-    request: Request
-    drafted: int  # at least one
-    accepted: int
 
 
 class _DraftCounts:
@@ -44,15 +34,11 @@ class _DraftCounts:
         self.prior, self.prior_rounds = prior, PRIOR_ROUNDS
         self._counts = np.zeros((2, len(prior)))
         self._new: Counter[tuple[int, int]] = Counter()  # rounds since then, by drafts reached and accepted
-        self._faded = 0.0  # since then, what was before
-        self.rounds = 0  # of one request each
         self.rates()
 
-    def add(self, reached: int, accepted: int, fade: float) -> None:
-        """One round of one request; what was before it fades by this share."""
+    def add(self, reached: int, accepted: int) -> None:
+        """One round of one request."""
         self._new[reached, accepted] += 1
-        self._faded += fade
-        self.rounds += 1
 
     def rates(self) -> Array:
         """Probability that the draft at each depth stands if all before it do. One not tried is as the one before.
@@ -63,9 +49,8 @@ class _DraftCounts:
             rounds, depths = np.array([*self._new.values()]), np.arange(len(self.prior))
             has_drafts = np.array([*self._new])[:, :, None] > depths  # [outcomes, 2, depths]
             new = (rounds[:, None, None] * has_drafts).sum(axis=0)
-            self._counts = self._counts * math.exp(-self._faded) + new
+            self._counts = self._counts * (1 - 1 / MEMORY) ** int(rounds.sum()) + new
             self._new.clear()
-            self._faded = 0.0
         rates: list[float] = []
         for depth, (reached, accepted) in enumerate(self._counts.T.tolist()):
             prior = self.prior[depth] if not depth else rates[-1] * self.prior[depth] / self.prior[depth - 1]
@@ -98,25 +83,13 @@ class AcceptanceEstimator:
                 counts.prior = [*known, *[known[-1]] * (self._max_depth - len(known))]
                 counts.prior_rounds = MEASURED_PRIOR_ROUNDS
 
-    def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
-        """Learn from a round. One of n requests is worth less than n rounds of one: they change at the same time."""
-        fade = 1 / (MEMORY * math.sqrt(max(len(outcomes), 1)))
-        for request, drafted, accepted in outcomes:
-            counts = self._counts(request.kind, is_tree=is_tree)
-            reached = min(accepted + 1, drafted)
-            keep = max(1 - reached / REQUEST_MEMORY, 0.0)
-            request.drafts_expected = keep * request.drafts_expected + counts.expected[reached]
-            request.drafts_accepted = keep * request.drafts_accepted + accepted
-            counts.add(reached, accepted, fade)
-
-    def has_seen(self, requests: Sequence[Request], rounds: int) -> bool:
-        """Whether what is known of drafts is worth so many, of one request each: of the kind that most of these are of.
-
-        What an evaluation found is worth some too.
-        """
-        kinds = Counter(request.kind for request in requests if request.draft_until).most_common(1)
-        parts = [(self._chains[kind], self._trees[_argmax(kind)]) for kind, _ in kinds]
-        return all(chains.prior_rounds + chains.rounds + trees.rounds >= rounds for chains, trees in parts)
+    def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
+        counts = self._counts(request.kind, is_tree=is_tree)
+        reached = min(accepted + 1, drafted)
+        keep = max(1 - reached / REQUEST_MEMORY, 0.0)
+        request.drafts_expected = keep * request.drafts_expected + counts.expected[reached]
+        request.drafts_accepted = keep * request.drafts_accepted + accepted
+        counts.add(reached, accepted)
 
     def expected_tokens(
         self, requests: Sequence[Request], kinds: Sequence[RequestKind] | None = None, *, is_tree: bool = False
@@ -134,7 +107,7 @@ class AcceptanceEstimator:
             factors = np.array(
                 [(r.drafts_accepted + REQUEST_PRIOR) / (r.drafts_expected + REQUEST_PRIOR) for r in drafting]
             )
-            rates = np.minimum(factors[:, None] * self._rates(kind, is_tree=is_tree)[None], MOST)
+            rates = np.minimum(factors[:, None] * self._counts(kind, is_tree=is_tree).rates()[None], MOST)
             survival: Any = rates.cumprod(axis=1)
             if any(r.draft_limit < self._max_depth for r in drafting):
                 limits = np.array([r.draft_limit for r in drafting])
@@ -148,17 +121,8 @@ class AcceptanceEstimator:
             counts.fade()
 
     def _counts(self, kind: RequestKind, *, is_tree: bool) -> _DraftCounts:
-        return self._trees[_argmax(kind)] if is_tree else self._chains[kind]
-
-    def _rates(self, kind: RequestKind, *, is_tree: bool) -> Array:
-        """Of what was not tried, by what is known of chains of argmax drafts."""
-        counts, chains = self._counts(kind, is_tree=is_tree), self._chains[_argmax(kind)]
-        if is_tree or (counts is not chains and counts.prior_rounds == PRIOR_ROUNDS):
-            misses = TREE_MISSES if is_tree else DRAWN_MISSES
-            counts.prior = (1 - misses * (1 - chains.rates())).tolist()
-        return counts.rates()
-
-
-def _argmax(kind: RequestKind) -> RequestKind:
-    """The kind of such a request if its drafts were not drawn; those of trees never are."""
-    return RequestKind.GREEDY if kind is RequestKind.GREEDY else RequestKind.SAMPLED
+        if not is_tree:
+            return self._chains[kind]
+        kind = RequestKind.GREEDY if kind is RequestKind.GREEDY else RequestKind.SAMPLED  # trees are never drawn
+        self._trees[kind].prior = (1 - TREE_MISSES * (1 - self._chains[kind].rates())).tolist()
+        return self._trees[kind]

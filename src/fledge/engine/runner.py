@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fledge.engine.admission import DraftOutcomes, are_greedy
+from fledge.engine.admission import DraftOutcomes
 from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner
@@ -96,7 +96,9 @@ def _outcomes(batch: ScheduledBatch, outcome: PassOutcome) -> DraftOutcomes | No
     confidence, drafted, accepted = (
         column[: len(requests)].numpy() for column in (outcome.confidence, outcome.drafted, outcome.accepted)
     )
-    found = DraftOutcomes(confidence, drafted, accepted, are_greedy(requests))
+    found = DraftOutcomes(
+        confidence, drafted, accepted, np.array([request.kind is RequestKind.GREEDY for request in requests])
+    )
     if not batch.constrained:
         return found
     free = np.array([request.constraint is None for request in requests])
@@ -216,9 +218,9 @@ class Runner:
         state = self.state
         if state.device.type != "cpu" or any(request.sample_drafts for request in requests):
             return None
-        rows = [request.running_row for request in requests]
-        is_draft = np.arange(depth) < state.draft_count.numpy()[rows, None]
-        found: NDArray[np.float32] = state.confidence.numpy()[rows, :depth] * is_draft
+        rows = torch.tensor([request.running_row for request in requests])
+        is_draft = torch.arange(depth) < state.draft_count[rows, None]
+        found: NDArray[np.float32] = (state.confidence[rows, :depth] * is_draft).numpy()
         return found
 
     def read(self, launch: Launch) -> StepResults:

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -15,8 +15,7 @@ from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, FixedDepth, make_policy
 from fledge.engine.costs import MIN_SAMPLES, CostTable
-from fledge.engine.engine import OBSERVED_REQUESTS
-from fledge.engine.estimator import AcceptanceEstimator, DraftOutcome
+from fledge.engine.estimator import AcceptanceEstimator
 from fledge.engine.request import UNLIMITED, Phase, Request
 from tests import engine_cases
 
@@ -99,7 +98,6 @@ class World:
             clock += seconds + (self._cost(concurrency, PLAIN) * (1 + missed / 200) if missed else 0.0)
             costs.add(batch=concurrency, arm=arm, seconds=seconds)
             policy.observe_round(arm=arm, seconds=seconds)
-            outcomes = []
             for one in list(running):
                 rate = self._rate(made / tokens)
                 rate = (1 + rate) / 2 if arm.is_tree else rate
@@ -108,11 +106,10 @@ class World:
                 made += accepted + 1
                 if depth:
                     one.settled = len(one.tokens) - 1
-                outcomes += [DraftOutcome(one, depth, accepted)] if depth else []
                 if one.num_output >= 96:
+                    one.finish_reason = "length"
                     running.remove(one)
-                    policy.observe_end(one)
-            policy.observe(outcomes[:OBSERVED_REQUESTS], is_tree=arm.is_tree)
+                policy.observe(one, is_tree=arm.is_tree, drafted=depth, accepted=accepted)
         return made / clock
 
 
@@ -161,99 +158,6 @@ def test_it_follows_a_load_whose_content_changes(before: float, after: float, wa
     assert speed(AdaptiveDepth(7, 256)) > 1.02 * max(speed(_fixed(depth)) for depth in (0, 1, 3, 7))
 
 
-def _dear(batch: int, arm: Arm) -> float:
-    """A round of one draft costs half a plain step more, one of three the same again, as on two cores."""
-    return (2e-3 + 1e-3 * batch) * (1.0 if not arm.depth else 1.25 + 0.19 * arm.depth)
-
-
-def test_a_kind_of_request_is_tried_before_drafting_for_it_is_given_up() -> None:
-    """By what is held of drafts before any was seen, none would be worth their cost here."""
-
-    def cost(batch: int, arm: Arm) -> float:
-        return _dear(batch, PLAIN) * (1.0 if not arm.depth else 1.15 + 0.5 * arm.depth)
-
-    def speed(policy: DepthPolicy, rate: float) -> float:
-        return World(cost, lambda _: rate).tokens_per_second(policy, 16, 96 * 32)
-
-    assert speed(AdaptiveDepth(5, 16), 0.8) > 0.97 * max(speed(_fixed(depth), 0.8) for depth in (0, 1, 3))
-    assert speed(AdaptiveDepth(5, 16), 0.1) > 0.97 * speed(_fixed(0), 0.1)
-
-
-def test_a_trial_ends_when_there_are_many_more_requests() -> None:
-    policy, costs = AdaptiveDepth(7, 256), CostTable()
-    for batch, arm in itertools.product((1, 256), policy.arms):
-        costs.expect(batch=batch, arm=arm, seconds=0.01 * (1 + arm.depth * (3 if batch > 1 else 0.4)))
-    one = request(draft_until=10**6)
-    one.phase = Phase.DECODE
-    for _ in range(10_000):
-        arm = policy.choose([one], costs)
-        assert policy.choice is not None
-        if policy.choice.reason == "trial":
-            break
-        policy.observe_round(arm=arm, seconds=0.01)
-        policy.observe([DraftOutcome(one, arm.depth, 0)] if arm.depth else [], is_tree=False)
-    assert arm.depth > 0
-    assert policy.choose([request(draft_until=10**6) for _ in range(256)], costs) == PLAIN
-
-
-def test_drafts_that_cost_the_host_more_than_they_save_are_not_drafted() -> None:
-    """The device waits for the host in any case, whose work for a round without drafts is less."""
-    policy, costs = AdaptiveDepth(1, 64), _costs((64, 0, 0.001), (64, 1, 0.0012))
-    costs.add_host(batch=64, arm=Arm(1), seconds=0.010)
-    costs.add_host(batch=64, arm=PLAIN, seconds=0.006)
-    requests = [request(draft_until=10**6) for _ in range(64)]
-    policy.observe([DraftOutcome(one, 1, i % 5 < 2) for i, one in enumerate(requests)], is_tree=False)
-    policy.choose(requests, costs)
-    assert policy.choose(requests, costs) == PLAIN
-
-
-def test_it_learns_from_some_requests_of_a_large_round_in_turns() -> None:
-    seen: Counter[str] = Counter()
-
-    class Recorder(engine_cases.AnyDepth):
-        def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
-            assert len(outcomes) <= OBSERVED_REQUESTS
-            seen.update(outcome.request.id for outcome in outcomes)
-
-    count, policy = OBSERVED_REQUESTS + 8, Recorder(lambda _: 2, [2])
-    engine = engine_cases.make_engine(
-        drafts=engine_cases.drafter(), policy=policy, max_depth=2, max_num_seqs=count, num_blocks=1200
-    )
-    for i in range(count):
-        engine_cases.greedy([2 + i % 3, 3], 24).submit(engine, str(i))
-    engine_cases.run(engine)
-    assert len(seen) == count, "each has had its turn"
-
-
-def test_turns_are_of_rounds_that_are_learned_from() -> None:
-    """Where others verify some drafts only, each eighth round is full: the same requests would have all turns."""
-    seen: set[str] = set()
-
-    class Recorder(engine_cases.AnyDepth):
-        def observe(self, outcomes: Sequence[DraftOutcome], *, is_tree: bool) -> None:
-            seen.update(outcome.request.id for outcome in outcomes)
-
-    count, policy = 4 * OBSERVED_REQUESTS, Recorder(lambda _: 2, [2])
-    engine = engine_cases.make_engine(
-        drafts=engine_cases.drafter(), policy=policy, max_depth=2, max_num_seqs=count, num_blocks=3000
-    )
-    for i in range(count):
-        engine_cases.greedy([2 + i % 3, 3], 64).submit(engine, str(i))
-    engine._observe_drafts = _each_eighth(engine._observe_drafts)  # type: ignore[method-assign]
-    engine_cases.run(engine)
-    assert len(seen) == count
-
-
-def _each_eighth(function: Callable[..., None]) -> Callable[..., None]:
-    rounds = itertools.count()
-
-    def called(*args: object) -> None:
-        if next(rounds) % 8 == 0:
-            function(*args)
-
-    return called
-
-
 def test_where_drafting_never_pays_next_to_nothing_is_drafted() -> None:
     world = World(_cpu, lambda _: 0.1)
     world.tokens_per_second(AdaptiveDepth(7, 256), 16, 96 * 16 * 10)
@@ -264,7 +168,8 @@ def test_a_request_whose_drafts_die_is_expected_to_get_less_than_its_neighbour()
     estimator = AcceptanceEstimator(3)
     good, bad = request(), request()
     for _ in range(30):
-        estimator.observe([DraftOutcome(good, 3, 3), DraftOutcome(bad, 3, 0)], is_tree=False)
+        estimator.observe(good, is_tree=False, drafted=3, accepted=3)
+        estimator.observe(bad, is_tree=False, drafted=3, accepted=0)
     tokens = [estimator.expected_tokens([one])[3] for one in (good, bad)]
     assert tokens[0] > 1.5 * tokens[1]
     limited = request(draft_limit=1)
@@ -294,19 +199,15 @@ def test_trees_and_chains_and_kinds_of_requests_have_acceptance_of_their_own() -
     before = estimator.expected_tokens([one], is_tree=True)[3]
     assert before > estimator.expected_tokens([one])[3], "a tree holds its best chain"
     for _ in range(100):
-        estimator.observe([DraftOutcome(request(), 3, 0)], is_tree=False)
+        estimator.observe(request(), is_tree=False, drafted=3, accepted=0)
     assert estimator.expected_tokens([one])[3] < 1.1
     assert estimator.expected_tokens([one])[3] < estimator.expected_tokens([one], is_tree=True)[3] < before
     for _ in range(100):
-        estimator.observe([DraftOutcome(request(), 3, 3)], is_tree=True)
+        estimator.observe(request(), is_tree=True, drafted=3, accepted=3)
     assert estimator.expected_tokens([one])[3] < 1.1
     assert estimator.expected_tokens([one], is_tree=True)[3] > 3.5
     assert estimator.expected_tokens([sampled])[3] == pytest.approx(1.222)
-    drawn = estimator.expected_tokens([sampled], [RequestKind.SAMPLED_DRAFTS])
-    assert 1.222 < drawn[3] < 1.5, "drawn drafts miss a little less"
-    for _ in range(100):
-        estimator.observe([DraftOutcome(sampled, 3, 3)], is_tree=False)
-    assert estimator.expected_tokens([request()], [RequestKind.SAMPLED_DRAFTS])[3] > 3, "what is accepted now"
+    assert estimator.expected_tokens([sampled], [RequestKind.SAMPLED_DRAFTS])[3] > 1.5
 
 
 def test_a_table_by_batch_size_is_followed_and_adaptive_can_be_switched_off() -> None:
@@ -339,7 +240,7 @@ def test_what_nobody_wants_is_neither_chosen_nor_tried(limit: int) -> None:
             depths[depth] += 1
             costs.add(batch=1, arm=Arm(depth), seconds=0.01 + 0.001 * depth)
             policy.observe_round(arm=Arm(depth), seconds=0.01 + 0.001 * depth)
-            policy.observe([DraftOutcome(one, depth, depth)] if depth else [], is_tree=False)
+            policy.observe(one, is_tree=False, drafted=depth, accepted=depth)
         assert max(depths) == limit
         assert measured or depths[0] > 0, "plain steps are measured before anything is compared"
         assert policy.choice is not None

@@ -11,7 +11,7 @@ from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import EngineConfig
 from fledge.engine.controller import AdaptiveDepth
 from fledge.engine.cost_cache import CostCache
-from fledge.engine.costs import MIN_SAMPLES, PLAIN_HOST, CostTable
+from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.engine import LLMEngine
 from tests import engine_cases
 
@@ -134,31 +134,18 @@ def test_a_busy_host_makes_drafts_cheap_where_it_overlaps_and_dear_nowhere() -> 
             for _ in range(MIN_SAMPLES):
                 costs.add(batch=64, arm=Arm(depth), seconds=seconds)
         assert costs.ratio(64, Arm(3)) == pytest.approx(2)
-        costs.add_host(batch=60, arm=Arm(3), seconds=0.003)
+        costs.add_host(batch=60, seconds=0.003)
         return costs
 
     beside, between = table(True), table(False)
     assert [beside.cost(64, Arm(depth)) for depth in (0, 3, 7)] == [0.001, 0.002, 0.006], "another size"
     for costs, expected in ((beside, [0.003, 0.003, 0.006]), (between, [0.004, 0.005, 0.009])):
-        costs.add_host(batch=100, arm=PLAIN, seconds=0.003)
-        costs.add_host(batch=100, arm=Arm(3), seconds=0.003)
+        costs.add_host(batch=100, seconds=0.003)
         for twin in (costs, costs.copy()):
             assert [twin.cost(64, Arm(depth)) for depth in (0, 3, 7)] == pytest.approx(expected)
     for _ in range(200):
-        beside.add_host(batch=100, arm=PLAIN, seconds=0.0)
+        beside.add_host(batch=100, seconds=0.0)
     assert beside.cost(64, Arm(0)) == pytest.approx(0.001), "it is learned anew"
-    assert beside.cost(64, Arm(3)) == pytest.approx(0.003), "drafts have work of their own"
-
-
-def test_the_hosts_work_for_plain_steps_is_less_than_for_drafts_before_it_was_seen() -> None:
-    costs = _costs((64, 0, 0.001), (64, 3, 0.002))
-    costs.add_host(batch=64, arm=Arm(3), seconds=0.010)
-    assert costs.cost(64, Arm(3)) == 0.010
-    assert costs.cost(64, PLAIN) == pytest.approx(PLAIN_HOST * 0.010)
-    costs = _costs((64, 0, 0.001), (64, 3, 0.002))
-    costs.add_host(batch=64, arm=PLAIN, seconds=0.010)
-    assert costs.cost(64, PLAIN) == 0.010
-    assert costs.cost(64, Arm(3)) == pytest.approx(0.010 / PLAIN_HOST)
 
 
 def test_warming_up_measures_what_rounds_cost() -> None:

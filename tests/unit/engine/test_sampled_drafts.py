@@ -15,7 +15,6 @@ from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth
 from fledge.engine.costs import RoundCosts
-from fledge.engine.estimator import DraftOutcome
 from fledge.engine.request import Phase, Request
 from tests import engine_cases
 from tests.engine_cases import AnyDepth, answer_of, drafter, make_engine, run, sampled
@@ -154,7 +153,7 @@ def test_new_requests_get_the_way_to_draft_that_gives_more_and_a_few_the_other(
         rate = drawn_rate if request.sample_drafts else other_rate
         for _ in range(20):
             accepted = next((i for i in range(3) if chance.random() >= rate), 3)
-            policy.observe([DraftOutcome(request, 3, accepted)], is_tree=False)
+            policy.observe(request, is_tree=False, drafted=3, accepted=accepted)
             policy.observe_round(arm=Arm(3), seconds=0.01)
         request.phase = Phase.FINISHED
         rounds[request.sample_drafts] += 20

@@ -1,0 +1,133 @@
+"""CUDA C++ where Triton has no words for it: compiled by the NVRTC that comes with torch, kept, loaded and launched.
+
+Everything goes through the C interfaces of NVRTC and of the driver. No header is needed, nor a compiler on the machine.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.files import atomic_path, cache_directory, digest
+
+_DYNAMIC_SHARED_BYTES, _SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
+_PROGRAMMATIC_SERIALIZATION = 6  # CUlaunchAttributeID
+
+_log = logging.getLogger("fledge.kernels")
+
+
+class CudaError(RuntimeError):
+    """What the compiler or the driver said."""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id and a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class CudaKernel:
+    """A kernel of one parameter, a structure, as loaded in the current context."""
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+        """`shared_bytes`: the most that a launch will ask for."""
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        torch.cuda.current_stream()  # type: ignore[no-untyped-call]  # there is a context from here on
+        self._check(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
+        self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+        self._check(self._driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_BYTES, shared_bytes))
+        self._check(self._driver.cuFuncSetAttribute(self._function, _SHARED_CARVEOUT, 100))
+
+    def launch(self, *, blocks: int, threads: int, shared_bytes: int, parameter: ctypes.Structure) -> None:
+        """Launch on the current stream; it may begin before the kernel before it has ended (`_overlap.py`)."""
+        overlap = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
+        config = _LaunchConfig(
+            grid=(blocks, 1, 1),
+            block=(threads, 1, 1),
+            shared_bytes=shared_bytes,
+            stream=torch.cuda.current_stream().cuda_stream,  # type: ignore[no-untyped-call]
+            attributes=ctypes.pointer(overlap),
+            num_attributes=1,
+        )
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(parameter))
+        self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None))
+
+    def _check(self, result: int) -> None:
+        if result != 0:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(result, ctypes.byref(text))
+            raise CudaError((text.value or b"unknown error of CUDA's driver").decode())
+
+
+def compiled(source: Path, *options: str) -> bytes:
+    """Return the machine code of a source for Hopper: from the cache, or compiled now. CudaError where it cannot be."""
+    text = source.read_text()
+    path = cache_directory() / "cuda" / f"{source.stem}-{digest([text, options, torch.version.cuda])}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    cubin = compile_cubin(text, source.name, options)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with atomic_path(path) as made:
+            made.write_bytes(cubin)
+    except OSError as error:
+        _log.warning("%s was compiled for this process alone: %s", source.name, error)
+    return cubin
+
+
+def compile_cubin(text: str, name: str, options: Sequence[str]) -> bytes:
+    nvrtc = _nvrtc()
+    given = [option.encode() for option in ("--gpu-architecture=sm_90a", "--std=c++17", *options)]
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None) != 0:
+        raise CudaError(f"{name}: NVRTC takes no program")
+    try:
+        failed = nvrtc.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
+        kind = "ProgramLog" if failed else "CUBIN"
+        getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
+        found = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc, f"nvrtcGet{kind}")(program, found)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise CudaError(f"{name}: {found.value.decode(errors='replace')}")
+    return found.raw
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """NVRTC as torch has it: in the loader's path, or in a package beside torch's."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    packages = Path(torch.__file__).parents[1] / "nvidia"
+    own = [Path(given)] if (given := os.environ.get("FLEDGE_NVRTC")) else []
+    folders = [*own, packages / f"cu{major}" / "lib", packages / "cuda_nvrtc" / "lib"]
+    for folder in folders:
+        for builtins in folder.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)  # which NVRTC looks for in the loader's path alone
+        for library in folder.glob(f"libnvrtc.so.{major}*"):
+            return ctypes.CDLL(str(library))
+    try:
+        return ctypes.CDLL(f"libnvrtc.so.{major}")
+    except OSError as error:
+        raise CudaError(str(error)) from None

@@ -27,6 +27,7 @@ from tests.unit.kernels import (
     cases,
     code_cases,
     expert_cases,
+    fused_cases,
     invariant_cases,
     latent_cases,
     quantized_cases,
@@ -70,6 +71,12 @@ def draft_input() -> None:
     for dtype in cases.DTYPES:
         for rows, size in ((1, 4096), (7, 320), (300, 2048)):
             cases.draft_input(rows, size, dtype, GPU)
+
+
+@check
+def fused_linear() -> None:
+    for shape in fused_cases.SHAPES:
+        fused_cases.products(shape)
 
 
 @check

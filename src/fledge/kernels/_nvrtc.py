@@ -6,7 +6,6 @@ Everything goes through the C interfaces of NVRTC and of the driver. No header i
 import ctypes
 import functools
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ class CudaKernel:
         """`shared_bytes`: the most that a launch will ask for."""
         self._driver = ctypes.CDLL("libcuda.so.1")
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        torch.cuda.current_stream()  # type: ignore[no-untyped-call]  # there is a context from here on
+        torch.cuda.current_stream()  # there is a context from here on
         self._check(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
         self._check(self._driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_BYTES, shared_bytes))
@@ -64,7 +63,7 @@ class CudaKernel:
             grid=(blocks, 1, 1),
             block=(threads, 1, 1),
             shared_bytes=shared_bytes,
-            stream=torch.cuda.current_stream().cuda_stream,  # type: ignore[no-untyped-call]
+            stream=torch.cuda.current_stream().cuda_stream,
             attributes=ctypes.pointer(overlap),
             num_attributes=1,
         )
@@ -97,7 +96,7 @@ def compiled(source: Path, *options: str) -> bytes:
 
 
 def compile_cubin(text: str, name: str, options: Sequence[str]) -> bytes:
-    nvrtc = _nvrtc()
+    nvrtc = find_nvrtc()
     given = [option.encode() for option in ("--gpu-architecture=sm_90a", "--std=c++17", *options)]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None) != 0:
@@ -116,13 +115,11 @@ def compile_cubin(text: str, name: str, options: Sequence[str]) -> bytes:
 
 
 @functools.cache
-def _nvrtc() -> Any:
+def find_nvrtc() -> Any:
     """NVRTC as torch has it: in the loader's path, or in a package beside torch's."""
     major = (torch.version.cuda or "13").split(".")[0]
     packages = Path(torch.__file__).parents[1] / "nvidia"
-    own = [Path(given)] if (given := os.environ.get("FLEDGE_NVRTC")) else []
-    folders = [*own, packages / f"cu{major}" / "lib", packages / "cuda_nvrtc" / "lib"]
-    for folder in folders:
+    for folder in (packages / f"cu{major}" / "lib", packages / "cuda_nvrtc" / "lib"):
         for builtins in folder.glob("libnvrtc-builtins.so.*"):
             ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)  # which NVRTC looks for in the loader's path alone
         for library in folder.glob(f"libnvrtc.so.{major}*"):

@@ -155,13 +155,17 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
         """x [*lead, input_size] -> [*lead, hidden_size]."""
+        out: Tensor = self.o_proj(self.mixed(self.qkv_proj(x), rotation, storage))
+        return out
+
+    def mixed(self, qkv: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
+        """What lies between the projections: [*lead, query_size + 2 * kv_size] -> [*lead, query_size]."""
         heads = ProjectedHeads(
-            qkv=self.qkv_proj(x),
+            qkv=qkv,
             rotation=rotation,
             config=self.config,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             sinks=self.sinks,
         )
-        out: Tensor = self.o_proj(storage.attend(heads, self.spec).flatten(-2))
-        return out
+        return storage.attend(heads, self.spec).flatten(-2)

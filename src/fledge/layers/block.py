@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fledge.kernels._triton import runs_triton
 from fledge.kernels.experts import Stacked, few_experts, routed_experts
+from fledge.kernels.fused_linear import MOST_ROWS, can_fuse, fused_linear
 from fledge.kernels.quantize_rows import CodedRows
 from fledge.kernels.route import Routing, add_norm_router, route
 from fledge.kernels.swiglu import coded_swiglu, swiglu
@@ -41,7 +42,7 @@ class SwiGLU(nn.Module):
         limit: float | None = None,
     ) -> None:
         super().__init__()
-        self.activation, self.limit = activation, limit
+        self.activation, self.limit, self.has_bias = activation, limit, bias
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
@@ -250,6 +251,35 @@ def attentions(model: nn.Module) -> list[Attention | LatentAttention]:
     return [module for module in model.modules() if isinstance(module, Attention | LatentAttention)]
 
 
+def fuses(x: Tensor, attention: nn.Module, mlp: nn.Module, *norms: nn.Module | None) -> bool:
+    """Whether a layer's products over x [*lead, size] take the norms, the gate and additions along (`fused_linear`)."""
+    if not 0 < x.numel() <= MOST_ROWS * x.shape[-1] or not runs_triton(x):
+        return False
+    if type(attention) is not Attention or type(mlp) is not SwiGLU:
+        return False
+    if not mlp.is_plain or mlp.has_bias or mlp.coded:
+        return False
+    if not all(type(norm) is RMSNorm and norm.weight.dtype == x.dtype and not norm.coded for norm in norms):
+        return False
+    linears = [attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    is_plain = all(type(one) is Linear and runs_triton(one.weight) for one in linears)
+    return (
+        is_plain
+        and not any(one.batch_invariant for one in linears)
+        and can_fuse(attention.o_proj.weight)
+        and can_fuse(mlp.gate_up_proj.weight, normed=True, gated=True)
+        and can_fuse(mlp.down_proj.weight)
+    )
+
+
+def add_fused(mixed: Tensor, stream: Tensor, attention: Attention, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
+    """Return the stream after a layer whose attention has `mixed` values, where `fuses` holds: three kernels."""
+    output, down = attention.o_proj, mlp.down_proj
+    stream = fused_linear(mixed, output.weight, output.bias, residual=stream)
+    gated = fused_linear(stream, mlp.gate_up_proj.weight, norm=norm.weight, eps=norm.eps, gated=True)
+    return fused_linear(gated, down.weight, down.bias, residual=stream)
+
+
 class DecoderLayer(nn.Module):
     """Attention and an MLP, each added to the residual stream; the config says of what kind, and where the norms are.
 
@@ -258,7 +288,8 @@ class DecoderLayer(nn.Module):
         both    x += norm(attention(norm(x))); x += norm(mlp(norm(x)))
 
     The residual stream travels as two tensors whose sum it is, the stream and the last update to it, so that the
-    addition can be fused with the norm that comes next.
+    addition can be fused with the norm that comes next; or as an update alone, before the first layer and where it has
+    been added already.
     """
 
     def __init__(
@@ -279,13 +310,15 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, update: Tensor, stream: Tensor | None, rotation: Rotation, storage: KeyValueStorage
-    ) -> tuple[Tensor, Tensor]:
-        """Each [*lead, hidden_size]; `stream` is None before the first layer. Returns the new (update, stream)."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Each [*lead, hidden_size]; returns the new (update, stream)."""
+        if self.post_feedforward_layernorm is None and fuses(
+            update, self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm
+        ):
+            return self._fused(update if stream is None else stream + update, rotation, storage), None
         if self.input_layernorm is None:
             stream = update if stream is None else stream + update
             normed = stream
-        elif stream is None:
-            normed, stream = self.input_layernorm(update), update
         else:
             normed, stream = self.input_layernorm.add(update, stream)
         attended = self.self_attn(normed, rotation, storage)
@@ -300,3 +333,17 @@ class DecoderLayer(nn.Module):
         else:
             normed, stream = self.pre_feedforward_layernorm.add(attended, stream)
         return self.post_feedforward_layernorm(self.mlp(normed)), stream
+
+    def _fused(self, stream: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
+        """The same as four products with all that is between them, and attention. Returns the new stream."""
+        attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, SwiGLU)
+        assert norm is not None
+        linear = attention.qkv_proj
+        if type(linear) is Linear and can_fuse(linear.weight, normed=True):
+            qkv = fused_linear(stream, linear.weight, linear.bias, norm=norm.weight, eps=norm.eps)
+        else:
+            qkv = linear(norm(stream))
+        mixed = attention.mixed(qkv, rotation, storage)
+        return add_fused(mixed, stream, attention, self.post_attention_layernorm, mlp)

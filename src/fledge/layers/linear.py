@@ -55,8 +55,10 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Any:
         return (coded_rms_norm if self.coded else rms_norm)(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
-        """Return (norm(x + residual), x + residual): on a GPU one kernel instead of two."""
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor]:
+        """Return (norm(x + residual), x + residual): on a GPU one kernel instead of two. None: x is all there is."""
+        if residual is None:
+            return self(x), x
         return (coded_add_rms_norm if self.coded else add_rms_norm)(x, residual, self.weight, self.eps)
 
 
@@ -66,8 +68,8 @@ class OffsetRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + residual
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
         return self(total), total
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.rms_norm import draft_input, rms_norm_parts
-from fledge.layers.attention import KeyValueStorage
-from fledge.layers.block import DecoderLayer, SwiGLU, attention_of
+from fledge.layers.attention import Attention, KeyValueStorage
+from fledge.layers.block import DecoderLayer, SwiGLU, add_fused, attention_of, fuses
 from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.rope import Rotation
 from fledge.models.config import DrafterConfig
@@ -40,7 +40,7 @@ class EagleDrafter(Drafter):
         rotation = self.rope(positions, update.dtype)
         for layer in self.layers:
             update, stream = layer(update, stream, rotation, storage)
-        hidden = stream + update
+        hidden = update if stream is None else stream + update
         return DraftStates(head=hidden, feature=hidden, hidden=hidden)
 
 
@@ -60,7 +60,7 @@ class Eagle3FirstLayer(nn.Module):
 
     def forward(
         self, tokens: Tensor, embed: nn.Module, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Tokens [*lead], what embeds them, feature [*lead, hidden]. Returns (update, stream) like `DecoderLayer`."""
         if type(embed) is nn.Embedding:
             norms = self.input_layernorm.weight, self.hidden_norm.weight
@@ -68,6 +68,10 @@ class Eagle3FirstLayer(nn.Module):
         else:  # training borrows the target's embedding through a module that casts what it gives
             both = torch.cat([self.input_layernorm(embed(tokens)), self.hidden_norm(feature)], dim=-1)
         stream = both[..., feature.shape[-1] :] if self.norm_before_residual else feature
+        if fuses(both, self.self_attn, self.mlp, self.post_attention_layernorm):
+            assert isinstance(self.self_attn, Attention)
+            mixed = self.self_attn.mixed(self.self_attn.qkv_proj(both), rotation, storage)
+            return add_fused(mixed, stream, self.self_attn, self.post_attention_layernorm, self.mlp), None
         normed, stream = self.post_attention_layernorm.add(self.self_attn(both, rotation, storage), stream)
         return self.mlp(normed), stream
 

@@ -57,7 +57,6 @@ class TargetModel(nn.Module):
             if i in aux_layer_ids:
                 inputs[i] = update if stream is None else stream + update
             update, stream = layer(update, stream, local if self.is_local[i] else rotation, storage)
-        assert stream is not None
         final, inputs[len(self.layers)] = self.norm.add(update, stream)
         aux = torch.cat([inputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else None
         return TargetStates(final=final, aux=aux)

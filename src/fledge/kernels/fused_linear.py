@@ -1,0 +1,137 @@
+"""Linear layers of up to eight rows on Hopper, with the norm before them and the residual or the gate after them.
+
+Where reading W is all the work, kernels of their own for these take 1 to 2 us each in which memory has nothing to do,
+and so does the beginning of the linear layer itself, which cannot ask for W before its program runs. Here W is on its
+way while the kernel before is still at work (`fused_linear.cu`: CUDA C++, as Triton has no words for warps that copy
+while others multiply).
+
+Rounding is that of the kernels it stands for: the norm, the linear layer, the gate and the sum with the residual are
+each rounded to bfloat16. Products are summed in float32, in an order that depends on W alone: a row has the same bits
+in whatever company of up to eight, and differs from cuBLAS by one unit in the last place of its largest terms.
+"""
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fledge.kernels._nvrtc import CudaError, CudaKernel, compiled
+from fledge.kernels._triton import as_rows, capability, processors, runs_triton
+from fledge.kernels.rms_norm import rms_norm_reference
+
+MOST_ROWS = 8
+SOURCE = Path(__file__).with_suffix(".cu")
+# As in the source:
+_WARPS, _PRODUCERS, _TILE, _CHUNK = 8, 4, 16, 512
+_MOST_NORMED = 8192  # columns
+_FIXED_BYTES = 256 + 4 * MOST_ROWS * _WARPS * (1 + 20)
+_SLOT_BYTES = _TILE * (2 * _CHUNK + 64)
+_MOST_SLOTS = 12  # more than the norm of x takes time for
+_SHARED_BYTES = 227 * 1024  # of a block
+
+_log = logging.getLogger("fledge.kernels")
+
+
+def can_fuse(weight: Tensor, *, normed: bool = False, gated: bool = False) -> bool:
+    """Whether the kernel takes this W: bfloat16, whole tiles of it, a GPU that has the instructions, and NVRTC."""
+    columns, size = weight.shape
+    return (
+        weight.is_cuda
+        and weight.dtype == torch.bfloat16
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+        and columns % ((2 if gated else 1) * _TILE) == 0
+        and size % (_CHUNK // _WARPS) == 0
+        and not (normed and size > _MOST_NORMED)
+        and capability(weight.device) == (9, 0)
+        and _kernel() is not None
+    )
+
+
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """Return x W^T + bias for x [..., size] and W [columns, size], for which `can_fuse` holds on a GPU.
+
+    With `norm` [size] the product is of `rms_norm(x)`; with `residual` [..., columns] it is added to that. If `gated`
+    the result is `swiglu` of it, with half of the columns, and there is neither bias nor residual.
+    """
+    if not (runs_triton(x, weight) and weight.is_cuda):
+        return fused_linear_reference(x, weight, bias, norm=norm, eps=eps, residual=residual, gated=gated)
+    kernel = _kernel()
+    assert kernel is not None
+    given, size = as_rows(x).contiguous(), x.shape[-1]
+    rows, columns = given.shape[0], weight.shape[0] // (2 if gated else 1)
+    assert 0 < rows <= MOST_ROWS
+    added = None if residual is None else as_rows(residual)
+    out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+    x_bytes = 0 if norm is None else rows * (2 * size + 64)
+    slots = min(_MOST_SLOTS, (_SHARED_BYTES - _FIXED_BYTES - x_bytes) // _SLOT_BYTES)
+    kernel.launch(
+        blocks=min(processors(x.device), columns // _TILE),
+        threads=32 * (_WARPS + _PRODUCERS),
+        shared_bytes=_FIXED_BYTES + x_bytes + slots * _SLOT_BYTES,
+        parameter=_Linear(
+            weight=weight.data_ptr(),
+            x=given.data_ptr(),
+            norm=None if norm is None else norm.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            residual=None if added is None else added.data_ptr(),
+            out=out.data_ptr(),
+            residual_stride=0 if added is None else added.stride(0),
+            rows=rows,
+            outputs=columns,
+            size=size,
+            gated=gated,
+            slots=slots,
+            eps=eps,
+        ),
+    )
+    return out
+
+
+def fused_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    out = F.linear(x if norm is None else rms_norm_reference(x, norm, eps), weight, bias)
+    if gated:
+        gate, up = out.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return out if residual is None else out + residual
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "bias", "residual", "out")),
+        ("residual_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rows", "outputs", "size", "gated", "slots")),
+        ("eps", ctypes.c_float),
+    )
+
+
+@functools.cache
+def _kernel() -> CudaKernel | None:
+    """The kernel, compiled where it has not been; None where it cannot be, for which the reason is logged."""
+    try:
+        return CudaKernel(compiled(SOURCE), "fused_linear", _SHARED_BYTES)
+    except (CudaError, OSError) as error:
+        _log.warning("Linear layers of few rows run without their norms, which is slower: %s", error)
+        return None

@@ -207,8 +207,8 @@ def main(parts: list[str]) -> int:
 
         return run
 
-    def overlapping(_device: torch.device) -> dict[str, Any]:
-        return {"OVERLAP": True, "launch_pdl": True}
+    def overlapping(_device: torch.device, *, early: bool = False) -> dict[str, Any]:
+        return {"OVERLAP": 2 if early else 1, "launch_pdl": True}
 
     driver.set_active(NoGPU())
     failed = 0

@@ -11,6 +11,10 @@ A kernel launched with `overlapping` may be resident before its predecessor has 
                        layer that comes earlier is spread unevenly over the multiprocessors still in use. A linear
                        layer, whose successor is short, calls it at once.
 
+With few rows the kernel that ends attention lets its successor in before it waits (`early`): that is a linear layer,
+which asks for its weights then, while memory has nothing to do. So what a successor of it reads before it waits, if it
+is no weight, must be older than attention. (The same for norms and rotation gains in some models, loses in others.)
+
 Kernels can only be on a multiprocessor together if they agree how its memory is split into L1 cache and shared memory.
 Triton asks for shared memory where a kernel has more than 48 KB of it and leaves the others to the driver, which may
 choose another split for them: then each waits until the multiprocessor is empty. So all ask for the same.
@@ -30,13 +34,16 @@ else:
     gdc_launch_dependents = gdc_wait = tl
 
 
+FEW_ROWS = 8  # of a pass, in which kernels are short
+
+
 @functools.cache
-def overlapping(device: torch.device) -> dict[str, Any]:
+def overlapping(device: torch.device, *, early: bool = False) -> dict[str, Any]:
     """Return launch arguments for a kernel that takes `OVERLAP` and hands it to both functions below."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"OVERLAP": False}
+        return {"OVERLAP": 0}
     _split_memory_alike()
-    return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": 2 if early else 1, "launch_pdl": True}
 
 
 @functools.cache
@@ -56,11 +63,13 @@ def _prefer_shared_memory(driver: Any, _module: object, function: int, *_: objec
 
 @triton.jit
 def begin_overlapped(OVERLAP: tl.constexpr):
-    if OVERLAP:
+    if OVERLAP == 2:
+        gdc_launch_dependents()
+    if OVERLAP > 0:
         gdc_wait()
 
 
 @triton.jit
 def let_successor_in(OVERLAP: tl.constexpr):
-    if OVERLAP:
+    if OVERLAP == 1:
         gdc_launch_dependents()

@@ -213,10 +213,13 @@ __device__ void norm_rows(const Linear& linear, u32 x_shared, float* squares, co
         scale = 1.f / sqrtf(scale / size + linear.eps);
     }
     for (int first = 0; first < rows; first += 4) {
+        float by[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) by[i] = __shfl_sync(0xffffffffu, scale, min(first + i, rows - 1));
 #pragma unroll
         for (int piece = 0; piece < PIECES; piece++) {
             const int column = (piece * THREADS + threadIdx.x) * 8;
-            if (column >= size) break;
+            if (column >= size) break;  // for some threads of a warp, it may be
             const uint4 w = weights[piece];
             uint4 v[4];
 #pragma unroll
@@ -224,8 +227,8 @@ __device__ void norm_rows(const Linear& linear, u32 x_shared, float* squares, co
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int row = min(first + i, rows - 1);
-                const float by = __shfl_sync(0xffffffffu, scale, row);
-                v[i] = make_uint4(normed(v[i].x, by, w.x), normed(v[i].y, by, w.y), normed(v[i].z, by, w.z), normed(v[i].w, by, w.w));
+                v[i] = make_uint4(
+                    normed(v[i].x, by[i], w.x), normed(v[i].y, by[i], w.y), normed(v[i].z, by[i], w.z), normed(v[i].w, by[i], w.w));
                 store_shared(x_shared + row * stride + 2 * column, v[i]);
             }
         }

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._nvrtc import CudaError, CudaKernel, compiled
+from fledge.kernels._overlap import FEW_ROWS
 from fledge.kernels._triton import as_rows, capability, processors, runs_triton
 from fledge.kernels.rms_norm import rms_norm_reference
 
-MOST_ROWS = 8
+MOST_ROWS = FEW_ROWS
 SOURCE = Path(__file__).with_suffix(".cu")
 # As in the source:
 _WARPS, _PRODUCERS, _TILE, _CHUNK = 8, 4, 16, 512

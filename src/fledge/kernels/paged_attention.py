@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels._overlap import overlapping
+from fledge.kernels._overlap import FEW_ROWS, overlapping
 from fledge.kernels._paged_pieces import combine_kernel, piece_kernel
 from fledge.kernels._triton import next_power_of_two, processors
 from fledge.kernels.cache_codes import FP8, Scales, decode
@@ -181,7 +181,7 @@ def paged_attention(
             PIECES=min(at_once, next_power_of_two(min(launch.slots, most_pieces))),
             ROWS=combined,
             num_warps=4,
-            **shared,
+            **{**shared, **overlapping(query.device, early=query.numel() <= FEW_ROWS * heads * head_dim)},
         )
     return out
 

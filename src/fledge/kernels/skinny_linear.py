@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, has_room, next_power_of_two, processors, runs_triton, tl, triton
+from fledge.kernels.fused_linear import MOST_ROWS, can_fuse, fused_linear
 
 CHAINS = 4  # of a narrow walk: one for each warp
 
@@ -25,7 +26,10 @@ CHAINS = 4  # of a narrow walk: one for each warp
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias for x [..., size], weight [columns, size] and bias [columns]."""
     if runs_triton(x, weight, bias) and _suits(x, weight):
-        launch = choose_launch(rows=x.numel() // x.shape[-1], columns=weight.shape[0], processors=processors(x.device))
+        rows, columns, available = x.numel() // x.shape[-1], weight.shape[0], processors(x.device)
+        if rows <= MOST_ROWS and columns >= 128 * available and can_fuse(weight):  # a model's head
+            return fused_linear(x, weight, bias)
+        launch = choose_launch(rows=rows, columns=columns, processors=available)
         if launch is not None:
             return skinny_linear_triton(x, weight, bias, launch=launch)
     return F.linear(x, weight, bias)

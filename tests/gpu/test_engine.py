@@ -35,7 +35,6 @@ from fledge.engine.engine import LLMEngine
 from fledge.engine.mixing import MixedProgram, Mixing
 from fledge.engine.request import Request
 from fledge.engine.work_ahead import WorkAhead
-from fledge.kernels._triton import capability
 from fledge.kernels.cache_codes import FP8
 from fledge.layers.block import fuses
 from fledge.layers.dense_cache import DenseCache

@@ -125,7 +125,7 @@ def warm_up(engine: LLMEngine) -> None:
         missing = graphs.missing(graphs.arms, max_batch=largest, max_tokens=tokens)
         with torch.inference_mode():
             for program in missing:
-                if isinstance(program, RoundProgram) and not (program.filtering or program.adjusting):
+                if isinstance(program, RoundProgram) and not program.adjusting:
                     graphs.capture(program)
         engine.warm_up()
 

@@ -112,6 +112,8 @@ CASES: dict[str, Callable[[], None]] = {
     "sample": partial(sampling_cases.sample, 12, 9001, BF16, CPU),
     "sample with filters": partial(sampling_cases.sample, 12, 9001, BF16, CPU, filtering=True),
     "sample with filters, adjusted": partial(sampling_cases.sample, 12, 9001, torch.float32, CPU, filtering=True),
+    "adjust": partial(sampling_cases.adjust, 5, 3, 9001, BF16, CPU),
+    "adjust admitted": partial(sampling_cases.adjust, 5, 3, 9001, BF16, CPU, flat=True),
     "probabilities": partial(sampling_cases.probabilities, 7, 9001, CPU),
     "reject": partial(sampling_cases.reject, 6, 3, 9001, CPU),
     "reject with filters": partial(sampling_cases.reject, 6, 3, 9001, CPU, filtering=True),

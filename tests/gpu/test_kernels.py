@@ -282,6 +282,14 @@ def sample() -> None:
 
 
 @check
+def adjust() -> None:
+    for dtype in cases.DTYPES:
+        for batch, depth, vocab in ((17, 3, 32000), (5, 5, 128256), (3, 1, 40)):
+            for flat in (False, True):
+                sampling_cases.adjust(batch, depth, vocab, dtype, GPU, flat=flat)
+
+
+@check
 def drawn_drafts() -> None:
     for vocab in (1500, 32000, 128256):
         sampling_cases.probabilities(20, vocab, GPU)

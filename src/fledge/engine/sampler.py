@@ -19,6 +19,7 @@ from fledge.engine.constraint import Masks, TokenConstraint
 from fledge.engine.device_state import DeviceState
 from fledge.engine.request import Request
 from fledge.kernels._triton import runs_triton
+from fledge.kernels.adjust import AdjustedEntries, adjust_rows
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.filters import scaled_rows
 from fledge.kernels.sample import RowWeights, draw_rows, sample_rows, weigh_rows
@@ -65,6 +66,9 @@ class Sampler:
         if self.adjusting is None:
             return logits
         (batch, width), (entries, slots) = positions.shape, self.adjusting
+        if runs_triton(logits):
+            adjusted = AdjustedEntries(entries, slots, self.rows, positions, at)
+            return adjust_rows(logits, self._state.drafts, adjusted, self._state.adjustments.tables)
         existing, places = entries.clamp(max=batch - 1), torch.arange(width, device=entries.device)
         own = existing[:, None] * width + places if at is None else at[existing]
         changed = self._state.adjustments.adjust(

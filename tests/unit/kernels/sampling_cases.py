@@ -4,14 +4,18 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.acceptance import accept_rejection
+from fledge.decoding.params import SamplingParams
+from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits
 from fledge.kernels import sample as sampling
 from fledge.kernels.accept import PADDING, Accepted
+from fledge.kernels.adjust import AdjustedEntries, SlotTables, adjust_rows
 from fledge.kernels.filters import Bounds, Filters, RowSettings, find_bounds, keep_likeliest
 from fledge.kernels.reject import DrawnDrafts, reject_drafts
 from tests.unit.kernels.cases import randn
 from tests.unit.kernels.interpreter import in_plain_torch, in_triton
 
 sample_rows_triton = in_triton(sampling.sample_rows)
+adjust_rows_triton = in_triton(adjust_rows)
 EDGE = 1e-6  # how near to an edge a random number may be judged either way
 
 
@@ -163,3 +167,54 @@ def reject(batch: int, depth: int, vocab: int, device: str, *, filtering: bool =
         # What is left is a difference: of little, the last bits of p count for more.
         slack = EDGE * 100
         assert reached - float(above[tokens[stop]]) - slack <= float(uniforms[1][entry, stop]) <= reached + slack
+
+
+def adjust(batch: int, depth: int, vocab: int, dtype: torch.dtype, device: str, *, flat: bool = False) -> None:
+    """By `adjust_logits`, to the bit. Three entries hold slots; one has nothing left but an end that is held back.
+
+    `flat`: some rows are not fed.
+    """
+    width, slots = depth + 1, 4
+    entry, slot = torch.tensor([batch - 1, 0, 1, batch]), torch.tensor([2, 0, 1, slots - 1])
+    params = [
+        SamplingParams(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.1),
+        SamplingParams(logit_bias={1: 3.0, 2: -100.0}, repetition_penalty=0.8),
+        SamplingParams(frequency_penalty=-0.3),
+        SamplingParams(),
+    ]
+    settings = SamplingRows.from_params(params, [0] * slots, vocab_size=vocab, device=device)
+    tables = SlotTables(
+        bias=settings.logit_bias,
+        stops=torch.rand(slots, vocab, device=device) < 0.3,
+        stops_from=torch.tensor([100, 2, 0, 0], device=device),
+        refused=torch.rand(slots, depth + 2, vocab, device=device) < 0.4,
+        in_prompt=torch.rand(slots, vocab, device=device) < 0.3,
+        counts=(torch.rand(slots, vocab, device=device) * 3).to(torch.int32),
+        repetition_penalty=settings.repetition_penalty,
+        presence_penalty=settings.presence_penalty,
+        frequency_penalty=settings.frequency_penalty,
+    )
+    tables.refused[0, 0] = ~tables.stops[0]  # nothing is left but what is held back
+    drafts = torch.randint(0, vocab, (batch + 2, depth + 1), device=device)
+    drafts[:, depth - 1] = PADDING
+    request = torch.randperm(batch + 2, device=device)[:batch]
+    positions = torch.arange(width, device=device) + torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    fed = torch.full((batch,), width) if not flat else torch.arange(batch) % width + 1
+    starts = fed.cumsum(0) - fed
+    at = (starts[:, None] + torch.minimum(torch.arange(width), fed[:, None] - 1)).to(device)
+    logits = randn(int(fed.sum()), vocab, dtype=dtype, device=device) * 3
+    expected = logits.float().clone()
+    for e, s in zip(entry.tolist(), slot.tolist(), strict=True):
+        for place in range(int(fed[e]) if e < batch else 0):
+            seen = TokenHistory(prompt_mask=tables.in_prompt[s : s + 1], output_counts=tables.counts[s : s + 1])
+            history = seen.after_chain(drafts[request[e], :place][None])
+            held = tables.stops[s] & (positions[e, place] < tables.stops_from[s])
+            both = held | tables.refused[s, place]
+            forbidden = (tables.refused[s, place] if both.all() else both)[None]
+            last = TokenHistory(prompt_mask=history.prompt_mask[-1:], output_counts=history.output_counts[-1:])
+            row = slice(int(at[e, place]), int(at[e, place]) + 1)
+            own = settings.select(torch.tensor([s], device=device))
+            expected[row] = adjust_logits(logits[row], own, history=last, forbidden=forbidden)
+    adjusted = AdjustedEntries(entry.to(device), slot.to(device), request, positions, at if flat else None)
+    found = adjust_rows_triton(logits, drafts, adjusted, tables)
+    assert torch.equal(found, expected)

@@ -41,6 +41,13 @@ def test_reject(batch, depth, flat, filtering):
     cases.reject(batch, depth, 1500, CPU, filtering=filtering, flat=flat)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("flat", [False, True])
+def test_adjust(flat, dtype):
+    cases.adjust(5, 3, 2100, dtype, CPU, flat=flat)
+    cases.adjust(3, 1, 40, dtype, CPU, flat=flat)
+
+
 @pytest.mark.parametrize("share", [None, 0.5])
 def test_an_engine_gives_the_same_tokens_by_kernels(share):
     """Greedy, sampled and filtering requests in one batch, drafts drawn or not, all verified or some."""

@@ -67,7 +67,7 @@ class Sampler:
             return logits
         (batch, width), (entries, slots) = positions.shape, self.adjusting
         if runs_triton(logits):
-            adjusted = AdjustedEntries(entries, slots, self.rows, positions, at)
+            adjusted = AdjustedEntries(self.adjusting, self.rows, positions, at)
             return adjust_rows(logits, self._state.drafts, adjusted, self._state.adjustments.tables)
         existing, places = entries.clamp(max=batch - 1), torch.arange(width, device=entries.device)
         own = existing[:, None] * width + places if at is None else at[existing]

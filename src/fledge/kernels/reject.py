@@ -49,20 +49,20 @@ def reject_drafts(
         *(probabilities, at, *uniforms),
     )
     sizes = (vocab, weights.logits.stride(0), probabilities.stride(0), probabilities.stride(1))
-    settings = {"WIDTH": width, "num_warps": 4, **weights.sizes}
+    settings = {"num_warps": 4, **weights.sizes}
     if batch:
-        _judge_kernel[(batch,)](given, weights.pointers, tuple(outcome), sizes, **settings)
-        _residual_kernel[(batch, chunks)](given, weights.pointers, outcome.accepted, sums, sizes, **settings)
-        _correct_kernel[(batch,)](given, weights.pointers, tuple(outcome), sums, sizes, **settings)
+        _judge_kernel[(batch,)](given, weights.pointers, tuple(outcome), sizes, width, **settings)
+        _residual_kernel[(batch, chunks)](given, weights.pointers, outcome.accepted, sums, sizes, width, **settings)
+        _correct_kernel[(batch,)](given, weights.pointers, tuple(outcome), sums, sizes, width, **settings)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])  # or it would be compiled for each
 def _judge_kernel(
     given,
     pointers,
     outcome,
     sizes,
-    WIDTH: tl.constexpr,
+    width,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -75,14 +75,14 @@ def _judge_kernel(
     if (tl.load(drawn_ptr + request) == 0) | (count == 0):
         return
     accepted, standing = count * 0, count * 0 + 1
-    for place in tl.static_range(WIDTH - 1):
-        token = tl.load(tokens_ptr + entry * (WIDTH - 1) + place)
-        row = tl.load(at_ptr + entry * WIDTH + place)
+    for place in range(width - 1):
+        token = tl.maximum(tl.load(tokens_ptr + entry * (width - 1) + place), 0)
+        row = tl.load(at_ptr + entry * width + place)
         peak, shares = shares_of(pointers, row, CHUNKS, BLOCK)
-        value, _ = values_of(pointers, row, token, token // CHUNK, vocab, row_stride, CHUNKS, FILTERS)
+        value = values_of(pointers, row, token, token // CHUNK, vocab, row_stride, CHUNKS, FILTERS)[0]
         p = weights(value, peak) / tl.sum(shares, axis=0).to(tl.float32)
         q = tl.load(q_ptr + request * request_stride + place * depth_stride + token)
-        uniform = tl.load(judge_ptr + entry * (WIDTH - 1) + place)
+        uniform = tl.load(judge_ptr + entry * (width - 1) + place)
         # u < p / q without the division: right for q = 0 too, and never true for p = 0, as u can be 0.
         stands = (uniform * q.to(tl.float64) < p.to(tl.float64)) & (place < count)
         standing = standing * stands.to(tl.int64)
@@ -90,14 +90,14 @@ def _judge_kernel(
     tl.store(outcome[1] + entry, accepted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _residual_kernel(
     given,
     pointers,
     accepted_ptr,
     sums_ptr,
     sizes,
-    WIDTH: tl.constexpr,
+    width,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -108,18 +108,18 @@ def _residual_kernel(
     if (tl.load(drawn_ptr + tl.load(request_ptr + entry)) == 0) | (tl.load(counts_ptr + entry) == 0):
         return
     accepted = tl.load(accepted_ptr + entry)
-    _, left = _left(given, pointers, entry, accepted, chunk, sizes, WIDTH, CHUNKS, BLOCK, CHUNK, FILTERS)
+    _, left = _left(given, pointers, entry, accepted, chunk, sizes, width, CHUNKS, BLOCK, CHUNK, FILTERS)
     tl.store(sums_ptr + entry * CHUNKS + chunk, tl.sum(left.to(tl.float64), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _correct_kernel(
     given,
     pointers,
     outcome,
     sums_ptr,
     sizes,
-    WIDTH: tl.constexpr,
+    width,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -131,23 +131,22 @@ def _correct_kernel(
     if (tl.load(drawn_ptr + tl.load(request_ptr + entry)) == 0) | (tl.load(counts_ptr + entry) == 0):
         return
     accepted = tl.load(accepted_ptr + entry)
-    row = tl.load(at_ptr + entry * WIDTH + accepted)
+    row = tl.load(at_ptr + entry * width + accepted)
     number = tl.arange(0, BLOCK)
     sums = tl.load(sums_ptr + entry * CHUNKS + number, mask=number < CHUNKS, other=0.0)
     # p = q but for rounding can reject a draft and leave nothing above q. What was left is p, to that rounding.
     is_empty = tl.sum(sums, axis=0) <= 0.0
     _, shares = shares_of(pointers, row, CHUNKS, BLOCK)
     sums = tl.where(is_empty, shares / tl.sum(shares, axis=0), sums)
-    target = tl.load(correct_ptr + entry * WIDTH + accepted) * tl.sum(sums, axis=0)
+    target = tl.load(correct_ptr + entry * width + accepted) * tl.sum(sums, axis=0)
     chunk, before = chunk_of(sums, target, BLOCK)
-    p, left = _left(given, pointers, entry, accepted, chunk, sizes, WIDTH, CHUNKS, BLOCK, CHUNK, FILTERS)
+    p, left = _left(given, pointers, entry, accepted, chunk, sizes, width, CHUNKS, BLOCK, CHUNK, FILTERS)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     extra = token_of(tl.where(is_empty, p, left), index, target - before, sizes[0])
-    for place in tl.static_range(WIDTH):
-        token = extra
-        if place < WIDTH - 1:
-            token = tl.where(place < accepted, tl.load(tokens_ptr + entry * (WIDTH - 1) + place), extra)
-        tl.store(emitted_ptr + entry * WIDTH + place, tl.where(place <= accepted, token, -1))
+    for place in range(width):
+        draft = tl.load(tokens_ptr + entry * (width - 1) + place, mask=place < accepted, other=0)
+        token = tl.where(place < accepted, draft, extra)
+        tl.store(emitted_ptr + entry * width + place, tl.where(place <= accepted, token, -1))
 
 
 @triton.jit
@@ -158,7 +157,7 @@ def _left(
     accepted,
     chunk,
     sizes,
-    WIDTH: tl.constexpr,
+    width,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -167,7 +166,7 @@ def _left(
     """A chunk of p behind the accepted drafts, and of what it has above q if a draft fell there."""
     _, request_ptr, _, counts_ptr, q_ptr, at_ptr, _, _ = given
     vocab, row_stride, request_stride, depth_stride = sizes
-    row = tl.load(at_ptr + entry * WIDTH + accepted)
+    row = tl.load(at_ptr + entry * width + accepted)
     peak, shares = shares_of(pointers, row, CHUNKS, BLOCK)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     value, _ = values_of(pointers, row, index, chunk, vocab, row_stride, CHUNKS, FILTERS)

@@ -158,7 +158,7 @@ def _chunk_kernel(
     tl.store(sums_ptr + at, tl.sum(weights(value, peaks[:, None]).to(tl.float64), axis=1), mask=chunk < CHUNKS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["uniforms_ptr"])
 def _walk_kernel(
     pointers,
     uniforms_ptr,

@@ -215,6 +215,6 @@ def adjust(batch: int, depth: int, vocab: int, dtype: torch.dtype, device: str, 
             row = slice(int(at[e, place]), int(at[e, place]) + 1)
             own = settings.select(torch.tensor([s], device=device))
             expected[row] = adjust_logits(logits[row], own, history=last, forbidden=forbidden)
-    adjusted = AdjustedEntries(entry.to(device), slot.to(device), request, positions, at if flat else None)
+    adjusted = AdjustedEntries(torch.stack([entry, slot]).to(device), request, positions, at if flat else None)
     found = adjust_rows_triton(logits, drafts, adjusted, tables)
     assert torch.equal(found, expected)

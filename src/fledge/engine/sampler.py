@@ -2,7 +2,7 @@
 
 `Sampler` needs nothing from the host and is what fast rounds use. `HostSampler` sees to what changes logits (penalties,
 biases, stop ids held back, grammars) where the device has no slot for it. Both end in `decoding.sampling`, as the
-reference loop does.
+reference loop does, or in kernels that agree with it.
 """
 
 from collections.abc import Sequence
@@ -65,20 +65,17 @@ class Sampler:
         """
         if self.adjusting is None:
             return logits
-        (batch, width), (entries, slots) = positions.shape, self.adjusting
         if runs_triton(logits):
             adjusted = AdjustedEntries(self.adjusting, self.rows, positions, at)
             return adjust_rows(logits, self._state.drafts, adjusted, self._state.adjustments.tables)
-        existing, places = entries.clamp(max=batch - 1), torch.arange(width, device=entries.device)
-        own = existing[:, None] * width + places if at is None else at[existing]
-        changed = self._state.adjustments.adjust(
-            logits[own.flatten()], slots, positions[existing], self._state.drafts[self.rows[existing], : width - 1]
-        )
-        # What is nobody's, and what no row decides, goes beyond the end.
-        is_own = (entries < batch)[:, None] & (own == own[:, :1] + places)
-        room = torch.empty(len(logits) + width, logits.shape[1], dtype=torch.float32, device=logits.device)
-        room[: len(logits)] = logits
-        return room.index_copy_(0, torch.where(is_own, own, len(logits) + places).flatten(), changed)[: len(logits)]
+        batch, width = positions.shape
+        entries, slots = self.adjusting[:, self.adjusting[0] < batch]
+        places = torch.arange(width, device=entries.device)
+        own = entries[:, None] * width + places if at is None else at[entries]
+        drafts = self._state.drafts[self.rows[entries], : width - 1]
+        changed = self._state.adjustments.adjust(logits[own.flatten()], slots, positions[entries], drafts)
+        decides = own == own[:, :1] + places
+        return logits.float().index_copy(0, own[decides], changed[decides.flatten()])
 
     def weigh(self, logits: Tensor) -> RowWeights | None:
         """Work out what drafts that were drawn are judged by; None: it takes `probabilities`."""

@@ -91,7 +91,7 @@ class Sampler:
         chosen = argmax_rows(logits)
         if self.is_greedy:
             return chosen
-        requests = self._requests(logits)
+        requests = self._requests(logits) if weighed is None else weighed.request
         uniforms = uniform(self._state.sampling.seed[requests], positions.flatten(), Stream.CHOICE)
         if weighed is None:
             sample_rows(logits, requests, self._state.row_settings, uniforms, chosen)

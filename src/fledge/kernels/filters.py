@@ -20,6 +20,7 @@ from torch import Tensor
 from fledge.kernels._triton import runs_triton, tl, triton
 
 BLOCK = 8192  # logits that a program looks at together
+STAGES = tl.constexpr(3)  # how many of these are under way: a program alone waits for memory most of the time
 LOWEST = tl.constexpr(-(2**31) + 1)  # of all keys: below that of -inf
 
 
@@ -139,7 +140,7 @@ def _bounds_kernel(logits_ptr, request_ptr, settings, bounds, vocab, row_stride,
         return
     row_ptr, temperature = logits_ptr + row * row_stride, tl.load(temperature_ptr + request)
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, vocab, BLOCK):
+    for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         index = start + tl.arange(0, BLOCK)
         largest = tl.maximum(largest, scaled(row_ptr, index, vocab, temperature))
     peak = tl.max(largest, axis=0)
@@ -155,7 +156,7 @@ def _bounds_kernel(logits_ptr, request_ptr, settings, bounds, vocab, row_stride,
         weight = weights(_logit(low), peak).to(tl.float64)
         wanted = tl.maximum(tl.ceil((top_p * total - above) / weight), 1.0).to(tl.int32)
         seen = wanted * 0
-        for start in range(0, vocab, BLOCK):
+        for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
             index = start + tl.arange(0, BLOCK)
             at_floor = (_key(scaled(row_ptr, index, vocab, temperature)) == low).to(tl.int32)
             number = seen + tl.cumsum(at_floor, axis=0)
@@ -178,7 +179,7 @@ def _highest(row_ptr, vocab, temperature, peak, low, goal, COUNT: tl.constexpr, 
         middle = (low & high) + ((low ^ high) >> 1)  # between them, whatever their signs
         found = tl.zeros([BLOCK], tl.float64)
         next_up, next_down = tl.full([BLOCK], 2**31 - 1, tl.int32), tl.full([BLOCK], LOWEST, tl.int32)
-        for start in range(0, vocab, BLOCK):
+        for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
             value = scaled(row_ptr, start + tl.arange(0, BLOCK), vocab, temperature)
             key = _key(value)
             is_above = key >= middle
@@ -198,7 +199,7 @@ def _highest(row_ptr, vocab, temperature, peak, low, goal, COUNT: tl.constexpr, 
 def _total(row_ptr, vocab, temperature, peak, low, BLOCK: tl.constexpr):
     """What all tokens weigh whose key is not below `low`."""
     found = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, vocab, BLOCK):
+    for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         value = scaled(row_ptr, start + tl.arange(0, BLOCK), vocab, temperature)
         found += tl.where(_key(value) >= low, weights(value, peak), 0.0)
     return tl.sum(found, axis=0)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fledge.kernels.accept import accept_greedy
 from fledge.kernels.argmax import argmax_rows
+from fledge.kernels.filters import Filters, RowSettings
 from fledge.kernels.paged_attention import SplitLaunch, choose_launch, paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
@@ -32,6 +33,7 @@ from fledge.kernels.swiglu import swiglu
 DTYPE = torch.bfloat16
 CALLS = 24  # in one graph
 REPLAYS = 15
+NUCLEUS = (40, torch.int64), (0.95, torch.float64), (0.0, torch.float32)  # top-k, top-p, min-p
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,11 +372,19 @@ def bench_decisions(bench: Bench) -> None:
         if bench.wants("accept_greedy"):
             shaped = logits.view(rows // 4, 4, vocab)
             bench.add("accept_greedy", shape, [lambda x=shaped, d=drafts: accept_greedy(d, x)], None, logits.nbytes)
-        if bench.wants("sample"):
+        for name, few, filters in (("sample", False, None), ("sample_few", True, None), ("filter_few", True, NUCLEUS)):
+            if not bench.wants(name):
+                continue
+            # All rows are drawn, or those of one request of the four rows that a round of three drafts has.
+            sampled = torch.arange(rows, device="cuda") < (4 if few else rows)
+            columns = None if filters is None else Filters(*(torch.full_like(temperature, f).to(d) for f, d in filters))
+            settings = RowSettings(sampled, temperature, columns)
+            drawn, request = torch.empty(2, rows, dtype=torch.int64, device="cuda")
+            torch.arange(rows, out=request)
             bench.add(
-                "sample",
+                name,
                 shape,
-                [lambda x=logits, t=temperature, u=uniforms: sample_rows(x, t, u)],
+                [lambda x=logits, r=request, s=settings, u=uniforms, d=drawn: sample_rows(x, r, s, u, d)],
                 [lambda x=logits, t=temperature, u=uniforms: choose((x.float() / t[:, None]).softmax(-1), u)],
                 logits.nbytes,
             )

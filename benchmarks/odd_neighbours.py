@@ -5,7 +5,11 @@
 C plain greedy requests decode with adaptive drafts, and one more beside them: plain too, or with log-probabilities,
 penalties, a grammar and so on. Tokens per second of the C plain ones, over those beside a plain neighbour. Kind by kind
 both take turns, `--repeats` times, with the same prompts; the interval is that of the mean logarithm over repeats
-(Student). What a kind needs is captured in a first turn, which is told apart; after `--seconds` no kind begins.
+(Student). What a kind needs is captured in a first turn, which is told apart, and the same for all depths; after
+`--seconds` no kind begins. Below each ratio is, of both, what may be the cause of it: milliseconds of a step and of the
+host's part of it, tokens of a plain request in a step, the parts of the most frequent round on the device, and which
+rounds ran how often, `3/26x17:20` for 20 of 17 requests that drafted 3 each and verified 26 of them in all (no `/`: all
+of them). If graphs were captured meanwhile, or others ran in their place, it says how many.
 With `--shape` the bundled pair has the cost of a large one (`fledge bench inflate`) and its own text and acceptance.
 The grammar is a stand-in that allows every other token id: what a parser takes is not measured, what masks take is.
 """
@@ -16,8 +20,10 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice, product
+from dataclasses import dataclass, field
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 
 import torch
@@ -30,8 +36,11 @@ from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import Masks, TokenConstraint
 from fledge.engine.engine import LLMEngine
+from fledge.engine.graphs import GraphRunner
 from fledge.engine.llm import LLM
 from fledge.engine.programs import RoundProgram
+from fledge.engine.protocol import PhaseSeconds, RoundReport
+from fledge.engine.runner import Launch, Runner, StepResults
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.evaluation.workloads import load_workload
 
@@ -72,14 +81,99 @@ class EveryOther:
         self._length += len(tokens)
 
 
+@dataclass(kw_only=True)
+class Turn:
+    """What happened while the plain requests got their tokens."""
+
+    rate: float  # tokens per second of theirs
+    tokens: float  # of each of them, in a step
+    step_ms: float
+    host_ms: float  # of these, that the host did not wait
+    captured: int  # graphs
+    replaced: int  # rounds that ran as another graph, or as none
+    rounds: list[RoundReport] = field(repr=False)
+
+    def __str__(self) -> str:
+        arms = Counter(map(_arm_of, self.rounds))
+        usual = arms.most_common(1)[0][0]
+        seconds = [one.seconds for one in self.rounds if _arm_of(one) == usual]
+        parts = (f"{name} {1e3 * statistics.median(part):.2f}" for name, part in _parts(seconds))
+        ran = " ".join(f"{arm}:{count}" for arm, count in arms.most_common())
+        odd = f", captured {self.captured}, replaced {self.replaced}" if self.captured or self.replaced else ""
+        return (
+            f"{self.step_ms:.2f} ms a step (host {self.host_ms:.2f}), {self.tokens:.2f} tokens, {usual}: "
+            f"{', '.join(parts)} ms; rounds {ran}{odd}"
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        of_arms = {
+            arm: [one.seconds for one in self.rounds if _arm_of(one) == arm] for arm in map(_arm_of, self.rounds)
+        }
+        return {
+            **{name: value for name, value in vars(self).items() if name != "rounds"},
+            "rounds": Counter(map(_arm_of, self.rounds)),
+            "device_ms": {
+                arm: {name: 1e3 * statistics.median(part) for name, part in _parts(seconds)}
+                for arm, seconds in of_arms.items()
+            },
+        }
+
+
+def mean_turn(turns: Sequence[Turn]) -> Turn:
+    """What several of them have been like on average; their rounds, captures and replacements together."""
+    means = {
+        name: statistics.mean(getattr(one, name) for one in turns) for name in ("rate", "tokens", "step_ms", "host_ms")
+    }
+    return Turn(
+        captured=sum(one.captured for one in turns),
+        replaced=sum(one.replaced for one in turns),
+        rounds=list(chain.from_iterable(one.rounds for one in turns)),
+        **means,
+    )
+
+
+def _arm_of(report: RoundReport) -> str:
+    """Drafts of each request, and how many of all were verified if not all; with how many requests."""
+    arm = str(report.verify.depth) + ("" if report.admit is None else f"/{report.admit}")
+    return f"{arm}x{report.batch}" + ("" if report.draft == report.verify else f">{report.draft.depth}")
+
+
+def _parts(seconds: Sequence[PhaseSeconds]) -> list[tuple[str, list[float]]]:
+    return [(name, [getattr(one, name) for one in seconds]) for name in PhaseSeconds._fields]
+
+
+class Recorder:
+    """Takes down what a runner reads of each launch."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._read = runner.read
+        self.clear()
+        runner.read = self.read  # type: ignore[method-assign]
+
+    def clear(self) -> None:
+        self.rounds: list[RoundReport] = []
+        self.waited = 0.0  # seconds that the host had nothing to do
+
+    def read(self, launch: Launch) -> StepResults:
+        results = self._read(launch)
+        self.waited += results.waited
+        self.rounds += [] if results.report is None else [results.report]
+        return results
+
+
 class Batch:
     """One engine, with so many plain requests and one neighbour, again and again."""
 
-    def __init__(self, llm: LLM, prompts: list[list[int]], tokens: int) -> None:
-        self._llm, self._prompts, self._tokens = llm, prompts, tokens
+    def __init__(self, llm: LLM, engine: LLMEngine, prompts: list[list[int]], tokens: int) -> None:
+        self._llm, self._engine, self._prompts, self._tokens = llm, engine, prompts, tokens
+        self._recorder = Recorder(engine.runner)
 
-    def run(self, kind: str, concurrency: int) -> float:
-        """Tokens per second of the plain requests, from when all have begun until each has so many, on average."""
+    def _counts(self) -> tuple[int, int]:
+        graphs = self._engine.runner.graphs
+        return (0, 0) if graphs is None else (len(graphs.captured), graphs.wanted.total())
+
+    def run(self, kind: str, concurrency: int) -> Turn:
+        """One turn, from when all have begun until each plain request has so many tokens, on average."""
         llm, vocab_size = self._llm, self._llm.engine.info.vocab_size
         plain = SamplingParams.from_dict({**PLAIN, "max_tokens": LONG, "ignore_eos": True})
         odd = SamplingParams.from_dict({**KINDS[kind], "max_tokens": LONG, "ignore_eos": True})
@@ -93,31 +187,50 @@ class Batch:
         everybody = [*answers, *neighbour.answers.values()]
         while not all(answer.token_ids for answer in everybody):
             llm.advance()
-        begun, before = time.perf_counter(), sum(len(answer.token_ids) for answer in answers)
+        self._recorder.clear()
+        captured, replaced = self._counts()
+        steps, begun, before = 0, time.perf_counter(), sum(len(answer.token_ids) for answer in answers)
         done = before
         while done - before < concurrency * self._tokens:
             llm.advance()
+            steps += 1
             done = sum(len(answer.token_ids) for answer in answers)
         seconds = time.perf_counter() - begun
+        turn = Turn(
+            rate=(done - before) / seconds,
+            tokens=(done - before) / concurrency / steps,
+            step_ms=1e3 * seconds / steps,
+            host_ms=1e3 * (seconds - self._recorder.waited) / steps,
+            captured=self._counts()[0] - captured,
+            replaced=self._counts()[1] - replaced,
+            rounds=self._recorder.rounds,
+        )
         assert not any(job.is_finished for job in (*jobs, neighbour)), f"{kind}: an answer ended early"
         llm.forget([*jobs, neighbour])
-        return (done - before) / seconds
+        return turn
 
     def first_turn(self, kind: str, concurrency: int) -> float:
         """Seconds of a turn in which kernels may be compiled and graphs captured; then capture what it was without."""
         begun = time.perf_counter()
         self.run(kind, concurrency)
         seconds = time.perf_counter() - begun
-        graphs = self._llm.engine.runner.graphs
-        if graphs is not None:
-            with torch.inference_mode():
-                for program in list(graphs.wanted):
-                    graphs.capture(program)
+        if self._engine.runner.graphs is not None:
+            capture_wanted(self._engine.runner.graphs)
         return seconds
 
 
+@torch.inference_mode()
+def capture_wanted(graphs: GraphRunner) -> None:
+    """Capture what steps did without, and rounds for the same wishes at all depths: the controller may choose any."""
+    unusual = [one for one in graphs.captured if isinstance(one, RoundProgram) and (one.asked or one.adjusting)]
+    alike = [one._replace(verify=arm, draft=arm, admit=None) for one in unusual for arm in graphs.arms]
+    alike += [one._replace(admit=admit) for one in alike for admit in graphs.budgets.sizes(one.batch, one.verify.depth)]
+    for program in dict.fromkeys([*graphs.wanted, *map(graphs.padded_round, alike)]):
+        graphs.capture(program)
+
+
 def warm_up(engine: LLMEngine) -> None:
-    """Capture the rounds of plain requests in all sizes, and time them: an idle engine would capture more."""
+    """Capture rounds in all sizes, and time those of plain requests: an idle engine would capture more."""
     engine.warm_up()
     graphs = engine.runner.graphs
     if graphs is not None:
@@ -125,7 +238,7 @@ def warm_up(engine: LLMEngine) -> None:
         missing = graphs.missing(graphs.arms, max_batch=largest, max_tokens=tokens)
         with torch.inference_mode():
             for program in missing:
-                if isinstance(program, RoundProgram) and not (program.filtering or program.adjusting):
+                if isinstance(program, RoundProgram):
                     graphs.capture(program)
         engine.warm_up()
 
@@ -184,7 +297,7 @@ def main() -> None:
     gc.freeze()  # as the server does
     begun = time.perf_counter()
     print(f"loaded in {loaded - started:.1f} s, warmed up in {begun - loaded:.1f} s", flush=True)
-    batch = Batch(LLM.from_engine(engine, tokenizer), prompts, args.tokens)
+    batch = Batch(LLM.from_engine(engine, tokenizer), engine, prompts, args.tokens)
     cells = []
     for concurrency, kind in product(sizes, kinds):
         if time.perf_counter() - begun > args.seconds:
@@ -192,17 +305,20 @@ def main() -> None:
             continue
         first = [batch.first_turn(one, concurrency) for one in ("plain", kind)]
         turns = [("plain", kind), (kind, "plain")] * args.repeats
-        rates = [[batch.run(one, concurrency) for one in turn] for turn in turns[: args.repeats]]
-        plain, odd = zip(*(turn[:: 1 if i % 2 == 0 else -1] for i, turn in enumerate(rates)), strict=True)
-        value, low, high = ratio(odd, plain)
+        done = [[batch.run(one, concurrency) for one in turn] for turn in turns[: args.repeats]]
+        plain, odd = zip(*(turn[:: 1 if i % 2 == 0 else -1] for i, turn in enumerate(done)), strict=True)
+        value, low, high = ratio([one.rate for one in odd], [one.rate for one in plain])
+        both = {"plain": mean_turn(plain), "odd": mean_turn(odd)}
         cells.append(
-            {"concurrency": concurrency, "kind": kind, "plain": plain, "odd": odd, "ratio": [value, low, high]}
+            {"concurrency": concurrency, "kind": kind, "ratio": [value, low, high]}
+            | {f"{name} rates": [one.rate for one in turns] for name, turns in (("plain", plain), ("odd", odd))}
+            | {name: turn.to_dict() for name, turn in both.items()}
         )
-        means = f"{statistics.mean(plain):8.1f} {statistics.mean(odd):8.1f} tokens/s"
+        means = " ".join(f"{turn.rate:8.1f}" for turn in both.values())
         cold = " and ".join(f"{seconds:.2f}" for seconds in first)
-        print(
-            f"C={concurrency:<3} {kind:18} {means}  {value:.3f} ({low:.3f} to {high:.3f}), first {cold} s", flush=True
-        )
+        print(f"C={concurrency:<3} {kind:18} {means} tokens/s  {value:.3f} ({low:.3f} to {high:.3f}), first {cold} s")
+        for name, turn in both.items():
+            print(f"      {name:5} {turn}", flush=True)
         if args.out:
             args.out.write_text(json.dumps({"arguments": vars(args), "cells": cells}, default=str, indent=1) + "\n")
     worst = min(cells, key=lambda cell: cell["ratio"][0])

@@ -44,6 +44,7 @@ from tests.unit.kernels import (
     invariant_cases,
     latent_cases,
     quantized_cases,
+    sampling_cases,
     tree_cases,
 )
 from tests.unit.kernels.test_round_ends import test_both_ends_of_a_round as round_ends
@@ -108,7 +109,14 @@ def _coded(size: int) -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "uniforms": partial(cases.uniforms, 7, 4, CPU),
-    "sample": partial(cases.sample, 12, 9001, BF16, CPU),
+    "sample": partial(sampling_cases.sample, 12, 9001, BF16, CPU),
+    "sample with filters": partial(sampling_cases.sample, 12, 9001, BF16, CPU, filtering=True),
+    "sample with filters, adjusted": partial(sampling_cases.sample, 12, 9001, torch.float32, CPU, filtering=True),
+    "adjust": partial(sampling_cases.adjust, 5, 3, 9001, BF16, CPU),
+    "adjust admitted": partial(sampling_cases.adjust, 5, 3, 9001, BF16, CPU, flat=True),
+    "probabilities": partial(sampling_cases.probabilities, 7, 9001, CPU),
+    "reject": partial(sampling_cases.reject, 6, 3, 9001, CPU),
+    "reject with filters": partial(sampling_cases.reject, 6, 3, 9001, CPU, filtering=True),
     "argmax": partial(cases.argmax, 4, 9001, BF16, CPU),
     "accept": partial(cases.accept, 7, 3, 5000, BF16, CPU),
     "admit": partial(admit_cases.admit, 48, 5, 100, CPU),

@@ -31,6 +31,7 @@ from tests.unit.kernels import (
     invariant_cases,
     latent_cases,
     quantized_cases,
+    sampling_cases,
 )
 
 GPU = "cuda"
@@ -282,7 +283,26 @@ def accept() -> None:
 def sample() -> None:
     for dtype in cases.DTYPES:
         for rows, vocab in ((64, 32000), (100, 128256), (20, 11)):
-            cases.sample(rows, vocab, dtype, GPU)
+            for filtering in (False, True):
+                sampling_cases.sample(rows, vocab, dtype, GPU, filtering=filtering)
+            sampling_cases.bounds(rows, vocab, dtype, GPU)
+
+
+@check
+def adjust() -> None:
+    for dtype in cases.DTYPES:
+        for batch, depth, vocab in ((17, 3, 32000), (5, 5, 128256), (3, 1, 40)):
+            for flat in (False, True):
+                sampling_cases.adjust(batch, depth, vocab, dtype, GPU, flat=flat)
+
+
+@check
+def drawn_drafts() -> None:
+    for vocab in (1500, 32000, 128256):
+        sampling_cases.probabilities(20, vocab, GPU)
+        for filtering in (False, True):
+            for batch, depth, flat in ((12, 3, False), (12, 5, True), (3, 1, True)):
+                sampling_cases.reject(batch, depth, vocab, GPU, filtering=filtering, flat=flat)
 
 
 @check

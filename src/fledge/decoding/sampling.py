@@ -20,6 +20,7 @@ from torch import Tensor
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
 from fledge.errors import ConfigError
+from fledge.kernels.filters import Filters, keep_likeliest
 from fledge.kernels.sample import choose
 
 
@@ -210,38 +211,8 @@ def _penalise(logits: Tensor, rows: SamplingRows, history: TokenHistory) -> Tens
 def _shape_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Apply what leaves the most likely token in place: temperature, min-p, top-k, top-p."""
     logits = logits / rows.temperature[:, None]
-    if rows.any_min_p:
-        # p < min_p * p_max, in logs; min_p of 0 gives a threshold of -inf, below which nothing is.
-        threshold = logits.amax(-1, keepdim=True) + rows.min_p.log()[:, None]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
-    if rows.max_top_k > 0:
-        logits = _keep_top_k(logits, rows.top_k, rows.max_top_k)
-    if rows.any_top_p:
-        logits = _keep_top_p(logits, rows.top_p)
-    return logits
-
-
-def _keep_top_k(logits: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
-    """Drop tokens below the k-th largest logit. Those equal to it all stay, as in vLLM: k is a minimum."""
-    largest = logits.topk(max_top_k, dim=-1).values
-    # A greedy row's top_k may lie beyond max_top_k; what it keeps is of no consequence.
-    kth = largest.gather(1, (top_k.clamp(min=1, max=max_top_k) - 1)[:, None])
-    threshold = kth.masked_fill((top_k == 0)[:, None], -torch.inf)
-    return logits.masked_fill(logits < threshold, -torch.inf)
-
-
-def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of likeliest tokens whose probability reaches top_p, and always the likeliest.
-
-    Among equals at the edge the lowest ids stay: the sort is stable.
-    """
-    probs = logits.softmax(-1)
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    mass_before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-    # Rounding may bring the mass before a rare token to 1, so a row without top-p is excepted by name.
-    outside = (mass_before >= top_p[:, None]) & (top_p < 1.0)[:, None]
-    outside[:, 0] = False
-    return logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+    filters = Filters(top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p)
+    return keep_likeliest(logits, filters, max_top_k=rows.max_top_k, any_min_p=rows.any_min_p, any_top_p=rows.any_top_p)
 
 
 def _bias_table(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> Tensor | None:

@@ -1,5 +1,7 @@
 """Which drafts of the chains of a batch stand: by the target's choices, or by rejection where drafts were drawn."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from fledge.engine.device_state import DeviceState
 from fledge.engine.sampler import Sampler
 from fledge.kernels.accept import Accepted, accept_chain, accept_greedy
 from fledge.kernels.admit import AdmittedRound
+from fledge.kernels.reject import DrawnDrafts, reject_drafts
 from fledge.kernels.round_ends import OpenedRound
 
 
@@ -20,14 +23,9 @@ def accept_chains(
     logits = sampler.adjusted(logits, decided)
     if sampler.is_greedy:
         return accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
+    at = torch.arange(len(logits), device=logits.device).view(batch, width)
     return _accept_sampled(
-        state,
-        sampler,
-        drafts,
-        decided,
-        opened.drafted,
-        choices=sampler.choices(logits, decided).view(batch, width),
-        probabilities=sampler.probabilities(logits).view(batch, width, -1) if sample_drafts and width > 1 else None,
+        state, sampler, _Chains(drafts, opened.drafted, decided, at), sampler, decided, logits, sample_drafts
     )
 
 
@@ -43,48 +41,57 @@ def accept_admitted(
     """`accept_chains` where logits are those of the rows that were fed. Nobody looks behind the admitted drafts."""
     batch, width = fed.rows.shape
     by_row = sampler.for_rows(sampler.rows[fed.places // width])
-    decided = opened.positions.view(batch, width) + 1
+    drafts, decided = opened.tokens.view(batch, width)[:, 1:], opened.positions.view(batch, width) + 1
     logits = sampler.adjusted(logits, decided, fed.rows)
-    choices, probabilities = by_row.choices(logits, fed.positions[:, None] + 1)[fed.rows], None
-    if sample_drafts and not sampler.is_greedy:
-        probabilities = sampler.filter_probabilities(by_row.probabilities(logits)[fed.rows], logits, fed.rows)
-    return _accept_sampled(
-        state,
-        sampler,
-        opened.tokens.view(batch, width)[:, 1:],
-        decided,
-        fed.drafted,
-        choices=sampler.filter_choices(choices, logits, decided, fed.rows),
-        probabilities=probabilities,
-    )
+    if sampler.is_greedy:
+        choices = by_row.choices(logits, fed.positions[:, None] + 1)[fed.rows]
+        return accept_chain(drafts, choices, draft_lengths=fed.drafted)
+    chains = _Chains(drafts, fed.drafted, decided, fed.rows)
+    return _accept_sampled(state, sampler, chains, by_row, fed.positions[:, None] + 1, logits, sample_drafts)
+
+
+class _Chains(NamedTuple):
+    """The drafts of a batch that are judged."""
+
+    tokens: Tensor  # [batch, depth]
+    counts: Tensor  # [batch]: how many there are
+    decided: Tensor  # [batch, depth + 1]: positions
+    at: Tensor  # [batch, depth + 1]: the row of the logits that decides each
 
 
 def _accept_sampled(
     state: DeviceState,
     sampler: Sampler,
-    drafts: Tensor,
-    decided: Tensor,
-    drafted: Tensor,
-    *,
-    choices: Tensor,
-    probabilities: Tensor | None,
+    chains: _Chains,
+    by_row: Sampler,
+    positions: Tensor,
+    logits: Tensor,
+    sample_drafts: bool,
 ) -> Accepted:
-    """Accept drafts that are what was chosen at their places; by rejection where they were drawn.
+    """Accept drafts that are what was chosen at their places; by rejection where they were drawn, if any may be.
 
-    `choices` [batch, width] and `probabilities` [batch, width, vocab] are the target's; None: no drafts were drawn.
+    `by_row` chooses by the rows of the logits, which decide `positions`.
     """
-    matching = accept_chain(drafts, choices, draft_lengths=drafted)
-    if probabilities is None:
+    is_judged = sample_drafts and chains.tokens.shape[1] > 0
+    weighed = by_row.weigh(logits) if is_judged else None
+    choices = by_row.choices(logits, positions, weighed)[chains.at]
+    matching = accept_chain(chains.tokens, choices, draft_lengths=chains.counts)
+    if not is_judged:
+        return matching
+    uniforms = sampler.rejection_uniforms(chains.decided)
+    if weighed is not None:
+        drawn = DrawnDrafts(chains.tokens, sampler.rows, state.sample_drafts, chains.counts, state.draft_probs)
+        reject_drafts(matching, drawn, weighed, chains.at, uniforms)
         return matching
     accept = accept_block if state.verify_blocks else accept_rejection
     rejection = accept(
-        drafts,
-        state.draft_probs[sampler.rows, : drafts.shape[1]],
-        probabilities,
-        *sampler.rejection_uniforms(decided),
-        draft_lengths=drafted,
+        chains.tokens,
+        state.draft_probs[sampler.rows, : chains.tokens.shape[1]],
+        by_row.probabilities(logits)[chains.at],
+        *uniforms,
+        draft_lengths=chains.counts,
     )
     # A row without drafts chooses as in a round without drafts: what others do must not change its tokens.
-    drawn = state.sample_drafts[sampler.rows] & (drafted > 0)
-    tokens = torch.where(drawn[:, None], rejection.tokens, matching.tokens)
-    return Accepted(tokens, torch.where(drawn, rejection.accepted, matching.accepted))
+    is_drawn = state.sample_drafts[sampler.rows] & (chains.counts > 0)
+    tokens = torch.where(is_drawn[:, None], rejection.tokens, matching.tokens)
+    return Accepted(tokens, torch.where(is_drawn, rejection.accepted, matching.accepted))

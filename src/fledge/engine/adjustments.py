@@ -15,6 +15,7 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits
 from fledge.engine.constraint import Masks
 from fledge.engine.request import Request
+from fledge.kernels.adjust import SlotTables
 
 SLOTS = 8
 SIZES = (0, 1, SLOTS)  # entries of a batch that a graph takes
@@ -45,6 +46,23 @@ class Adjustments:
         # By a grammar, after so many drafts: of what the last masks were for. Beyond these nobody looks.
         self.refused = torch.zeros(SLOTS + 1, max_depth + 1, vocab_size, dtype=torch.bool, device=device)
         self._holders: list[Request | None] = [None] * SLOTS
+
+    @property
+    def tables(self) -> SlotTables:
+        """All of it, for kernels."""
+        given, seen = self.settings, self.seen
+        assert given.logit_bias is not None
+        return SlotTables(
+            bias=given.logit_bias,
+            stops=self.stops,
+            stops_from=self.stops_from,
+            refused=self.refused,
+            in_prompt=seen.prompt_mask,
+            counts=seen.output_counts,
+            repetition_penalty=given.repetition_penalty,
+            presence_penalty=given.presence_penalty,
+            frequency_penalty=given.frequency_penalty,
+        )
 
     def hold(self, request: Request) -> None:
         """Give a request that is about to be read a slot, if one is free, and write down all that is known of it."""

@@ -6,7 +6,6 @@ what they compute for it goes to block 0 of the caches, which belongs to nobody 
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from fledge.engine.request import Request
 from fledge.errors import ConfigError
 from fledge.kernels.admit import AcceptanceCoefficients, AdmittedRound
 from fledge.kernels.cache_codes import FP8
+from fledge.kernels.filters import Filters, RowSettings
 from fledge.kernels.round_ends import OpenedRound
 from fledge.layers.block import attentions
 from fledge.layers.linear import compute_weight
@@ -103,10 +103,9 @@ class DeviceState:
         self.sample_drafts = column(torch.bool)  # draft chains at random, accept by rejection
         self.block_tables = column(torch.int32, -(-self.max_length // self.block_size))
         # Penalties and biases are in `adjustments`.
-        nobodys = SamplingRows.from_params(
+        self.sampling = SamplingRows.from_params(
             [SamplingParams(temperature=0.0)] * rows, [0] * rows, vocab_size=self.vocab_size, device=self.device
         )
-        self.sampling = replace(nobodys, all_greedy=False, any_min_p=True, any_top_p=True, max_top_k=self.vocab_size)
 
         self.adjustments = Adjustments(self.vocab_size, depth, self.device)
 
@@ -193,6 +192,13 @@ class DeviceState:
     def set_acceptance(self, coefficients: NDArray[np.float64]) -> None:
         """Let rounds choose drafts by other coefficients from now on, captured ones too."""
         self.acceptance.copy_(self.tensor(coefficients.tolist(), torch.float32), non_blocking=True)
+
+    @property
+    def row_settings(self) -> RowSettings:
+        """How requests draw, for kernels."""
+        own = self.sampling
+        filters = Filters(top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
+        return RowSettings(sampled=~own.is_greedy, temperature=own.temperature, filters=filters)
 
     def acceptance_of(self, rows: Tensor) -> AcceptanceCoefficients:
         return AcceptanceCoefficients(self.acceptance, self.sampling.is_greedy[rows])

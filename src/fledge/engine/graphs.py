@@ -23,7 +23,7 @@ from fledge.engine.device_state import DeviceState
 from fledge.engine.passes import PassOutcome
 from fledge.engine.programs import Program, PromptProgram, RoundProgram
 from fledge.engine.request import Request
-from fledge.engine.sampler import SamplingMode, filtering_size
+from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import Chunk
 
 MAX_GRAPHS = 1024  # a bound on graph memory; what comes after it runs without
@@ -87,7 +87,6 @@ class GraphRunner:
             asked=program.asked.of(batch),
             adjusting=adjusting,
             admit=admit,
-            filtering=filtering_size(program.filtering, batch),
         )
 
     def prefill(self, program: PromptProgram, chunks: Sequence[Chunk]) -> PassOutcome:
@@ -110,9 +109,8 @@ class GraphRunner:
         tokens = next((size for size in PROMPT_TOKENS if size >= least), 0)
         if not tokens or not count:
             return None
-        asked, filtering = program.asked.of(count), filtering_size(program.filtering, count)
         return self._prompts_as_captured(program)._replace(
-            tokens=tokens, chunks=count, max_chunk=tokens, asked=asked, filtering=filtering
+            tokens=tokens, chunks=count, max_chunk=tokens, asked=program.asked.of(count)
         )
 
     def _prompts_as_captured(self, program: PromptProgram) -> PromptProgram:
@@ -151,21 +149,15 @@ class GraphRunner:
     def is_first(self, program: Program) -> bool:
         """Whether an engine is not ready without it: for all of the usual kinds there is one that will do then."""
         if isinstance(program, PromptProgram):
-            return (program.tokens, program.chunks) in self._first_prompts and not _is_unusual(program)
-        if not isinstance(program, RoundProgram) or program.admit is not None or _is_unusual(program):
+            return (program.tokens, program.chunks) in self._first_prompts and not program.adjusting
+        if not isinstance(program, RoundProgram) or program.admit is not None or program.adjusting:
             return False
         rungs = self._rungs if program.sampling is SamplingMode.GREEDY else [*self._rungs[::2], self._rungs[-1]]
         return program.batch in rungs
 
     def _unusual(self, programs: Sequence[Program]) -> Iterator[Program]:
-        """Those of these where one request's logits are adjusted; if they sample, where one or all have filters."""
-        for program in programs:
-            if isinstance(program, RoundProgram | PromptProgram):
-                yield program._replace(adjusting=1)
-            if isinstance(program, RoundProgram) and program.sampling is SamplingMode.SAMPLED:
-                yield from (program._replace(filtering=size) for size in sorted({1, program.batch}))
-            elif isinstance(program, PromptProgram):
-                yield from (program._replace(filtering=size) for size in sorted({1, program.chunks}))
+        """Those of these where one request's logits are adjusted."""
+        return (one._replace(adjusting=1) for one in programs if isinstance(one, RoundProgram | PromptProgram))
 
     def _prompts(self, tokens: int, chunks: int, arm: Arm) -> PromptProgram:
         has_drafter = self._state.drafter is not None
@@ -249,8 +241,8 @@ class GraphRunner:
                 ((t, c) for t, c in sizes if t >= program.tokens and c >= program.chunks),
                 (program.tokens, program.chunks),
             )
-            asked, filtering = program.asked.of(chunks), filtering_size(program.filtering, chunks)
-            program = program._replace(tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked, filtering=filtering)
+            asked = program.asked.of(chunks)
+            program = program._replace(tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked)
         return program if self.capture(program) else None
 
     def record(self, play: Callable[[], Any]) -> Callable[[], Any]:
@@ -319,10 +311,6 @@ def make_graphs(state: DeviceState, config: EngineConfig, budgets: Budgets) -> G
         return None
     sizes = config.cudagraph_capture_sizes or batch_sizes(config.max_num_seqs)
     return GraphRunner(state, sorted({*sizes, config.max_num_seqs}), budgets=budgets)
-
-
-def _is_unusual(program: RoundProgram | PromptProgram) -> bool:
-    return bool(program.filtering or program.adjusting)
 
 
 def _prompt_sizes(max_tokens: int, max_chunks: int) -> Iterator[tuple[int, int]]:

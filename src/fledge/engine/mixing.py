@@ -21,7 +21,7 @@ from fledge.engine.logprobs import Asked
 from fledge.engine.mixed_passes import MixedOutcome, run_mixed
 from fledge.engine.passes import ALIGNMENT
 from fledge.engine.programs import PromptProgram, RoundProgram
-from fledge.engine.sampler import SamplingMode, filtering_size
+from fledge.engine.sampler import SamplingMode
 
 BATCHES = (4, 16, 32, 64, 128, 256)
 FEW = 16  # requests, whose rounds take about as long as reading the weights does, however deep they draft
@@ -67,7 +67,7 @@ class MixedProgram(NamedTuple):
 
     def run(self, state: DeviceState, packed: Tensor) -> MixedOutcome:
         one, prompts = self
-        size = one.batch + one.asked.size + 2 * one.adjusting + one.filtering
+        size = one.batch + one.asked.size + 2 * one.adjusting
         sampler, asking = one.unpack(state, packed[:size])
         inputs, prompt_sampler = prompts.unpack(state, packed[-(-size // ALIGNMENT) * ALIGNMENT :])
         return run_mixed(
@@ -219,20 +219,11 @@ class Mixing:
         if not batch or not sizes:
             return
         adjusting = next(count for count in SIZES if count >= one.adjusting)
-        filtering = filtering_size(one.filtering, batch)
         sampling = SamplingMode.SAMPLED  # a few rows more or less cost nothing, a second set of graphs does
-        one = one._replace(
-            batch=batch, asked=one.asked.of(batch), adjusting=adjusting, filtering=filtering, sampling=sampling
-        )
+        one = one._replace(batch=batch, asked=one.asked.of(batch), adjusting=adjusting, sampling=sampling)
         for tokens, chunks in sizes:
-            filtering = filtering_size(prompts.filtering, chunks)
             padded = prompts._replace(
-                tokens=tokens,
-                chunks=chunks,
-                max_chunk=tokens,
-                asked=asked.of(chunks),
-                filtering=filtering,
-                sampling=sampling,
+                tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked.of(chunks), sampling=sampling
             )
             yield MixedProgram(one, padded)
 
@@ -247,7 +238,7 @@ class Mixing:
 
 def _plain(program: MixedProgram) -> MixedProgram:
     """What is measured in its place: what requests ask for besides changes little."""
-    return program.with_both(sample_drafts=False, asked=Asked(), adjusting=0, filtering=0)
+    return program.with_both(sample_drafts=False, asked=Asked(), adjusting=0)
 
 
 def _prompt_sizes(batch: int) -> Sequence[tuple[int, int]]:

@@ -25,10 +25,12 @@ from fledge.engine.sampler import Sampler
 from fledge.engine.scheduler import Chunk
 from fledge.engine.tree_passes import accept_paths, draft_trees, lay_out_trees
 from fledge.errors import describe
+from fledge.kernels._triton import runs_triton
 from fledge.kernels.accept import PADDING
 from fledge.kernels.admit import AdmittedRound, admit_drafts
+from fledge.kernels.filters import RowSettings, scaled_rows
 from fledge.kernels.round_ends import OpenedRound, SettledRound, count_drafts, draft_places, open_round, settle_round
-from fledge.kernels.sample import choose
+from fledge.kernels.sample import choose, draw_rows, weigh_rows, write_probabilities
 from fledge.kernels.timestamp import timestamp
 from fledge.kernels.tree_ends import OpenedTrees
 from fledge.layers.paged_cache import ChunkPass, MixedPass, PagedCache, PagedPass
@@ -189,7 +191,9 @@ def extend_drafter(
     try:
         depth = arm.depth
         if depth and not arm.is_tree:
-            sample = partial(_sample_drafts, state, drafter, rows) if sample_drafts else None
+            sample = None
+            if sample_drafts:
+                sample = partial(_sample_drafts, state, drafter, rows, _draft_uniforms(state, rows, depth))
             chains = drafter.draft_chain(
                 states, settled.tokens, positions, storage, settled.last_rows, settled.places, depth, sample
             )
@@ -207,20 +211,37 @@ def extend_drafter(
 
 
 def _sample_drafts(
-    state: DeviceState, drafter: Drafter, rows: Tensor, head: Tensor, step: int
+    state: DeviceState, drafter: Drafter, rows: Tensor, uniforms: Tensor, head: Tensor, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Draw one draft for each row that has them drawn, at its temperature, and keep the distribution it came from.
+    """Draft the likeliest tokens, but draw one for each row that has them drawn, by `uniforms` [depth, batch].
 
-    Returns the drafts and the largest probability of each distribution, which says nothing of what was drawn.
+    At its temperature; the distribution that it came from is kept. Returns the drafts and the largest probability of
+    each distribution, which says nothing of what was drawn.
     """
+    logits = drafter.logits(head)
+    tokens, confidence = drafter.likeliest_by(logits)
     # A drafter gone wrong must still draft from a distribution, or rejection would not be lossless.
-    logits = drafter.full_vocab_logits(head).float().nan_to_num(posinf=1e30, neginf=-torch.inf)
-    probs = (logits / state.sampling.temperature[rows, None]).softmax(-1)
-    state.draft_probs[rows, step] = probs
+    largest = min(1e30, torch.finfo(logits.dtype).max)
+    spread = drafter.spread(logits).nan_to_num(posinf=largest, neginf=-torch.inf)
+    draws = RowSettings(sampled=state.sample_drafts, temperature=state.sampling.temperature)
+    if runs_triton(spread):
+        weighed = weigh_rows(spread, rows, draws)
+        write_probabilities(weighed, state.draft_probs[:, step])
+        draw_rows(weighed, uniforms[step], tokens, confidence)
+        return tokens, confidence
+    own = state.sample_drafts[rows].nonzero().squeeze(1)
+    probs = scaled_rows(spread[own], rows[own], draws).softmax(-1)
+    state.draft_probs[rows[own], step] = probs
+    tokens[own], confidence[own] = choose(probs, uniforms[step, own]), probs.amax(-1)
+    return tokens, confidence
+
+
+def _draft_uniforms(state: DeviceState, rows: Tensor, depth: int) -> Tensor:
+    """The random numbers that drafts are drawn by, [depth, batch]."""
     # The settled row is at length - 1 and predicts the token at length + 1.
-    places = in_round(state.length[rows] + 1 + step, step)
-    drawn = choose(probs, uniform(state.sampling.seed[rows], places, Stream.DRAFT))
-    return torch.where(state.sample_drafts[rows], drawn, logits.argmax(-1)), probs.amax(-1)
+    steps = torch.arange(depth, device=rows.device)[:, None]
+    places = in_round(state.length[rows] + 1 + steps, steps)
+    return uniform(state.sampling.seed[rows][None], places, Stream.DRAFT)
 
 
 @dataclass(frozen=True)
@@ -240,20 +261,16 @@ class PrefillInputs:
     query_starts: Tensor  # [chunks + 1] the place of each one's first token, and the end
     asking: Tensor  # [n] chunks whose first tokens get log-probabilities
     adjusting: Tensor  # [2, n] chunks whose logits are adjusted, and their slots
-    filtering: Tensor  # [n] chunks with top-k, top-p or min-p
     max_chunk: int  # no chunk is longer
 
     @classmethod
-    def of(
-        cls, packed: Tensor, *, tokens: int, chunks: int, max_chunk: int, asked: int = 0, adjusting: int = 0
-    ) -> "PrefillInputs":
+    def of(cls, packed: Tensor, *, tokens: int, chunks: int, max_chunk: int, asked: int = 0) -> "PrefillInputs":
         """Take apart what `lay_out` put together."""
         token_part, chunk_part = (-(-count // ALIGNMENT) * ALIGNMENT for count in (tokens, chunks))
-        sizes = (4 * token_part, 6 * chunk_part, chunks + 1, asked, 2 * adjusting)
-        by_token, by_chunk, starts, *wishes = packed.tensor_split(tuple(itertools.accumulate(sizes)))
-        asking, changed, filtering = wishes
+        sizes = (4 * token_part, 6 * chunk_part, chunks + 1, asked)
+        by_token, by_chunk, starts, asking, changed = packed.tensor_split(tuple(itertools.accumulate(sizes)))
         columns: list[Any] = [*by_token.view(4, -1)[:, :tokens], *by_chunk.view(6, -1)[:, :chunks]]
-        return cls(*[*columns, starts, asking, changed.view(2, -1), filtering, max_chunk])
+        return cls(*[*columns, starts, asking, changed.view(2, -1), max_chunk])
 
 
 def lay_out(state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: int, more: Sequence[int] = ()) -> Tensor:

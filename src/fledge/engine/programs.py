@@ -3,7 +3,6 @@
 `graphs.py` captures them; `mixing.py` has those of both.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +14,7 @@ from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import Asked
 from fledge.engine.passes import PassOutcome, PrefillInputs, lay_out, run_prefill, run_round
 from fledge.engine.request import Request
-from fledge.engine.sampler import HostSampler, Sampler, SamplingMode, entries_filtering
+from fledge.engine.sampler import HostSampler, Sampler, SamplingMode
 from fledge.engine.scheduler import Chunk
 
 
@@ -30,7 +29,6 @@ class RoundProgram(NamedTuple):
     asked: Asked = Asked()
     adjusting: int = 0  # entries
     admit: int | None = None  # drafts that are verified, over the batch; None: all
-    filtering: int = 0  # entries
 
     @property
     def uses_drafter(self) -> bool:
@@ -38,11 +36,11 @@ class RoundProgram(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.batch, self.asked.size, self.adjusting, self.filtering, self.admit or 0
+        return self.batch, self.asked.size, self.adjusting, self.admit or 0
 
     @property
     def kind(self) -> tuple[object, ...]:
-        wishes = self.asked.top, self.adjusting > 0, self.filtering > 0, self.admit is None
+        wishes = self.asked.top, self.adjusting > 0, self.admit is None
         return self.verify, self.draft, self.sampling, self.sample_drafts, wishes
 
     def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
@@ -50,15 +48,13 @@ class RoundProgram(NamedTuple):
         rows = [request.running_row for request in requests]
         rows += [state.padding_row] * (self.batch - len(rows))
         adjusting = entries_adjusting(requests, self.adjusting, self.batch)
-        filtering = entries_filtering(requests, self.filtering, self.batch)
-        return state.tensor([*rows, *self.asked.entries(requests), *adjusting, *filtering])
+        return state.tensor([*rows, *self.asked.entries(requests), *adjusting])
 
     def unpack(self, state: DeviceState, packed: Tensor) -> tuple[Sampler, Tensor | None]:
         """Take apart what `inputs` put together; the second are the entries that ask for log-probabilities."""
-        sizes = (self.batch, self.asked.size, 2 * self.adjusting)
-        rows, asking, adjusting, filtering = packed.tensor_split(tuple(itertools.accumulate(sizes)))
-        changed, filtered = adjusting.view(2, -1) if self.adjusting else None, filtering if self.filtering else None
-        return Sampler(state, rows, self.sampling, changed, filtered), asking if self.asked else None
+        rows, asking, adjusting = packed.tensor_split((self.batch, self.batch + self.asked.size))
+        changed = adjusting.view(2, -1) if self.adjusting else None
+        return Sampler(state, rows, self.sampling, changed), asking if self.asked else None
 
     def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
         sampler, asking = self.unpack(state, packed)
@@ -88,7 +84,6 @@ class PromptProgram(NamedTuple):
     sample_drafts: bool = False  # as of a round
     asked: Asked = Asked()
     adjusting: int = 0  # chunks
-    filtering: int = 0
 
     @property
     def uses_drafter(self) -> bool:
@@ -96,31 +91,24 @@ class PromptProgram(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.tokens, self.chunks, self.max_chunk, self.asked.size, self.adjusting, self.filtering
+        return self.tokens, self.chunks, self.max_chunk, self.asked.size, self.adjusting
 
     @property
     def kind(self) -> tuple[object, ...]:
-        wishes = self.asked.top, self.adjusting > 0, self.filtering > 0
+        wishes = self.asked.top, self.adjusting > 0
         return self.draft, self.has_drafter, self.sampling, self.sample_drafts, wishes
 
     def inputs(self, state: DeviceState, chunks: Sequence[Chunk]) -> Tensor:
         requests = [chunk.request for chunk in chunks]
         adjusting = entries_adjusting(requests, self.adjusting, self.chunks)
-        filtering = entries_filtering(requests, self.filtering, self.chunks)
-        wishes = [*self.asked.entries(requests), *adjusting, *filtering]
+        wishes = [*self.asked.entries(requests), *adjusting]
         return lay_out(state, chunks, tokens=self.tokens, rows=self.chunks, more=wishes)
 
     def unpack(self, state: DeviceState, packed: Tensor) -> tuple[PrefillInputs, Sampler]:
         inputs = PrefillInputs.of(
-            packed,
-            tokens=self.tokens,
-            chunks=self.chunks,
-            max_chunk=self.max_chunk,
-            asked=self.asked.size,
-            adjusting=self.adjusting,
+            packed, tokens=self.tokens, chunks=self.chunks, max_chunk=self.max_chunk, asked=self.asked.size
         )
-        changed, filtered = inputs.adjusting if self.adjusting else None, inputs.filtering if self.filtering else None
-        return inputs, Sampler(state, inputs.rows, self.sampling, changed, filtered)
+        return inputs, Sampler(state, inputs.rows, self.sampling, inputs.adjusting if self.adjusting else None)
 
     def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Chunk] = ()) -> PassOutcome:
         inputs, sampler = self.unpack(state, packed)

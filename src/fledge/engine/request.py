@@ -49,7 +49,6 @@ class Request:
     kind: RequestKind = field(init=False)  # not of drawn drafts, until whoever adds it decides so
     longest: int = field(init=False)  # tokens that it can have, those of the prompt included
     adjusts: bool = field(init=False)  # its logits are changed before anything is chosen
-    filters: bool = field(init=False)  # it is drawn from some of the tokens only
 
     tokens: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
@@ -86,7 +85,6 @@ class Request:
         if p.max_tokens is not None:
             self.longest = min(self.max_length, len(self.prompt) + p.max_tokens)
         penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
-        self.filters = not p.is_greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
         self.adjusts = penalised or p.logit_bias is not None or p.min_tokens > 0 or self.constraint is not None
 
     @property

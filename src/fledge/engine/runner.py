@@ -324,9 +324,8 @@ class Runner:
         sampling, asked = SamplingMode.needed_by(requests), Asked.by(requests)
         adjusting = sum(request.slot is not None for request in requests)
         sample_drafts = _draws(batch.kind, batch.verify, batch.draft)
-        filtering = sum(request.filters for request in requests)
         return RoundProgram(
-            len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting, batch.admit, filtering
+            len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting, batch.admit
         )
 
     def admitting(self, batch: ScheduledBatch, admit: int | None) -> ScheduledBatch:
@@ -356,7 +355,6 @@ class Runner:
             sample_drafts=_draws(kind_of_round(requests), draft),
             asked=Asked.by(requests),
             adjusting=sum(request.slot is not None for request in requests),
-            filtering=sum(request.filters for request in requests),
         )
 
     def _launch_prefill(self, batch: ScheduledBatch) -> PassOutcome:

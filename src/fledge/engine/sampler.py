@@ -2,11 +2,10 @@
 
 `Sampler` needs nothing from the host and is what fast rounds use. `HostSampler` sees to what changes logits (penalties,
 biases, stop ids held back, grammars) where the device has no slot for it. Both end in `decoding.sampling`, as the
-reference loop does.
+reference loop does, or in kernels that agree with it.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import StrEnum
 
 import torch
@@ -19,8 +18,11 @@ from fledge.engine.arms import RequestKind
 from fledge.engine.constraint import Masks, TokenConstraint
 from fledge.engine.device_state import DeviceState
 from fledge.engine.request import Request
+from fledge.kernels._triton import runs_triton
+from fledge.kernels.adjust import AdjustedEntries, adjust_rows
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.sample import choose, sample_rows
+from fledge.kernels.filters import scaled_rows
+from fledge.kernels.sample import RowWeights, draw_rows, sample_rows, weigh_rows
 
 
 class SamplingMode(StrEnum):
@@ -34,44 +36,25 @@ class SamplingMode(StrEnum):
         return cls.GREEDY if all(request.kind is RequestKind.GREEDY for request in requests) else cls.SAMPLED
 
 
-def filtering_size(count: int, batch: int) -> int:
-    """Of how many entries of a batch a program filters the distributions, where so many want top-k, top-p or min-p."""
-    return min(next((size for size in (0, 1, 8) if size >= count), batch), batch)
-
-
-def entries_filtering(requests: Sequence[Request], size: int, batch: int) -> list[int]:
-    """Return which entries of a batch do, padded with nobody's: each is a sort of the vocabulary at every place."""
-    found = [i for i, request in enumerate(requests) if request.filters]
-    return found + [batch] * (size - len(found))
-
-
 class Sampler:
     """Decides the target's tokens for `rows` by their settings in the device state. Can be captured in a graph.
 
     Logits are [batch * width, vocab]; positions [batch, width] of what they decide.
     """
 
-    def __init__(
-        self,
-        state: DeviceState,
-        rows: Tensor,
-        mode: SamplingMode,
-        adjusting: Tensor | None = None,
-        filtering: Tensor | None = None,
-    ) -> None:
+    def __init__(self, state: DeviceState, rows: Tensor, mode: SamplingMode, adjusting: Tensor | None = None) -> None:
         """`adjusting` [2, n]: entries of the batch whose logits are adjusted, and their slots.
 
-        `filtering` [n]: those with top-k, top-p or min-p. In both, what lies beyond the batch is nobody's.
+        What lies beyond the batch is nobody's.
         """
         self.is_greedy = mode is SamplingMode.GREEDY  # the choice is the argmax of the logits and nothing else
         self.rows = rows
         self.adjusting = adjusting
-        self._filtering = filtering
         self._state = state
         self._mode = mode
 
     def for_rows(self, rows: Tensor) -> "Sampler":
-        """The same for other rows, by logits that are adjusted already; what is chosen of them is not filtered."""
+        """The same for other rows, by logits that are adjusted already."""
         return Sampler(self._state, rows, self._mode)
 
     def adjusted(self, logits: Tensor, positions: Tensor, at: Tensor | None = None) -> Tensor:
@@ -82,66 +65,51 @@ class Sampler:
         """
         if self.adjusting is None:
             return logits
-        (batch, width), (entries, slots) = positions.shape, self.adjusting
-        existing, places = entries.clamp(max=batch - 1), torch.arange(width, device=entries.device)
-        own = existing[:, None] * width + places if at is None else at[existing]
-        changed = self._state.adjustments.adjust(
-            logits[own.flatten()], slots, positions[existing], self._state.drafts[self.rows[existing], : width - 1]
-        )
-        # What is nobody's, and what no row decides, goes beyond the end.
-        is_own = (entries < batch)[:, None] & (own == own[:, :1] + places)
-        room = torch.empty(len(logits) + width, logits.shape[1], dtype=torch.float32, device=logits.device)
-        room[: len(logits)] = logits
-        return room.index_copy_(0, torch.where(is_own, own, len(logits) + places).flatten(), changed)[: len(logits)]
+        if runs_triton(logits):
+            adjusted = AdjustedEntries(self.adjusting, self.rows, positions, at)
+            return adjust_rows(logits, self._state.drafts, adjusted, self._state.adjustments.tables)
+        batch, width = positions.shape
+        entries, slots = self.adjusting[:, self.adjusting[0] < batch]
+        places = torch.arange(width, device=entries.device)
+        own = entries[:, None] * width + places if at is None else at[entries]
+        drafts = self._state.drafts[self.rows[entries], : width - 1]
+        changed = self._state.adjustments.adjust(logits[own.flatten()], slots, positions[entries], drafts)
+        decides = own == own[:, :1] + places
+        return logits.float().index_copy(0, own[decides], changed[decides.flatten()])
 
-    def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Return the target's own choice, [batch * width], by adjusted logits."""
+    def weigh(self, logits: Tensor) -> RowWeights | None:
+        """Work out what drafts that were drawn are judged by; None: it takes `probabilities`."""
+        if not runs_triton(logits) or self._state.verify_blocks:
+            return None
+        return weigh_rows(logits, self._requests(logits), self._state.row_settings)
+
+    def choices(self, logits: Tensor, positions: Tensor, weighed: RowWeights | None = None) -> Tensor:
+        """Return the target's own choice, [batch * width], by adjusted logits; `weighed`: what `weigh` made of them.
+
+        All rows have their argmax, as where nobody is sampled; then those that are draw a token in its place.
+        """
+        chosen = argmax_rows(logits)
         if self.is_greedy:
-            return argmax_rows(logits)
-        settings, repeated = self._state.sampling, self.rows.repeat_interleave(positions.shape[1])
-        uniforms = uniform(settings.seed[repeated], positions.flatten(), Stream.CHOICE)
-        temperature, is_greedy = settings.temperature[repeated], settings.is_greedy[repeated]
-        chosen = sample_rows(logits, temperature, uniforms, is_greedy=is_greedy)
-        return self.filter_choices(chosen.view(positions.shape), logits, positions).flatten()
+            return chosen
+        requests = self._requests(logits) if weighed is None else weighed.request
+        uniforms = uniform(self._state.sampling.seed[requests], positions.flatten(), Stream.CHOICE)
+        if weighed is None:
+            sample_rows(logits, requests, self._state.row_settings, uniforms, chosen)
+        else:
+            draw_rows(weighed, uniforms, chosen)
+        return chosen
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the distributions it chooses from, [batch * width, vocab]."""
-        batch = len(self.rows)
-        settings = self._state.sampling.select(self.rows.repeat_interleave(logits.shape[0] // batch))
-        plain = distribution(logits, replace(settings, any_min_p=False, any_top_p=False, max_top_k=0))
-        return self.filter_probabilities(plain.view(batch, -1, logits.shape[1]), logits).flatten(0, 1)
+        requests = self._requests(logits)
+        shaped = scaled_rows(logits, requests, self._state.row_settings)
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        lost = self._state.sampling.is_greedy[requests, None] & (ids != argmax_rows(logits)[:, None])
+        return shaped.masked_fill(lost, -torch.inf).softmax(-1)
 
-    def filter_choices(self, choices: Tensor, logits: Tensor, positions: Tensor, at: Tensor | None = None) -> Tensor:
-        """Choose again, [batch, width], for the entries that filter.
-
-        `at` [batch, width]: which row of the logits decides each place; None: they are in order.
-        """
-        if self._filtering is None:
-            return choices
-        filtered = self._filtered(logits, at)  # [entries, width, vocab]
-        existing = self._filtering.clamp(max=len(choices) - 1)
-        seeds, places = self._state.sampling.seed[self.rows[existing]], positions[existing]
-        uniforms = uniform(seeds.repeat_interleave(places.shape[1]), places.flatten(), Stream.CHOICE)
-        return self._put(choices, choose(filtered.flatten(0, 1), uniforms).view(places.shape))
-
-    def filter_probabilities(self, probabilities: Tensor, logits: Tensor, at: Tensor | None = None) -> Tensor:
-        """The same for distributions, [batch, width, vocab]."""
-        return probabilities if self._filtering is None else self._put(probabilities, self._filtered(logits, at))
-
-    def _filtered(self, logits: Tensor, at: Tensor | None) -> Tensor:
-        """Return the distributions of the entries that filter, [entries, width, vocab]."""
-        assert self._filtering is not None
-        batch = len(self.rows)
-        existing = self._filtering.clamp(max=batch - 1)
-        own = logits.view(batch, -1, logits.shape[1])[existing] if at is None else logits[at[existing]]
-        settings = self._state.sampling.select(self.rows[existing].repeat_interleave(own.shape[1]))
-        return distribution(own.flatten(0, 1), settings).view(own.shape)
-
-    def _put(self, everybody: Tensor, own: Tensor) -> Tensor:
-        """`everybody` [batch, ...] with what belongs to the entries that filter."""
-        assert self._filtering is not None
-        room = torch.cat([everybody, everybody[:1]])  # what is nobody's goes beyond the end
-        return room.index_copy_(0, self._filtering, own)[:-1]
+    def _requests(self, logits: Tensor) -> Tensor:
+        """Whose each row of the logits is: [batch * width]."""
+        return self.rows.repeat_interleave(len(logits) // len(self.rows))
 
     def rejection_uniforms(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width]."""
@@ -184,7 +152,10 @@ class HostSampler(Sampler):
     def adjusted(self, logits: Tensor, positions: Tensor, at: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return logits  # the host adjusts as it chooses
 
-    def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
+    def weigh(self, logits: Tensor) -> RowWeights | None:  # noqa: ARG002
+        return None
+
+    def choices(self, logits: Tensor, positions: Tensor, weighed: RowWeights | None = None) -> Tensor:  # noqa: ARG002
         places = positions.flatten()
         return choose_at(logits, self._sampling, places, history=self._history, forbidden=self._forbidden)
 

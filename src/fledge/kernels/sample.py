@@ -3,70 +3,69 @@
 The meaning is that of `choose`: the first token at which the cumulative probability passes the row's uniform, in the
 order of token ids. The probabilities are never written: a first kernel leaves the maximum and the sum of exponentials
 of each chunk of the vocabulary, a second one walks the chunks' sums to the chunk in which the uniform falls and then
-the tokens of that chunk alone.
+the tokens of that chunk alone. What top-k, top-p and min-p drop weighs nothing (`filters.py`).
+
+A row belongs to a request, which has settings. Rows of requests that are not sampled are left alone: beside greedy
+requests, one that is sampled costs little more than its own rows.
 
 Tolerance: exponentials are float32 and sums over them float64, as in the reference, but the order of the sums, the
 last bits of the exponential and where the division by the total happens differ. So the two agree except where the
 uniform lies within about 1e-6 of an edge between two tokens, and there either answer is a token next to that edge. A
 row's result depends on that row alone: the chunks are the same whatever the batch.
-
-Top-k, top-p and min-p need the whole row ordered or masked first: those rows take the torch path of
-`fledge.decoding.sampling`.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels.filters import Bounds, RowSettings, find_bounds, scaled, scaled_rows, weights
 
 CHUNK = 1024  # logits that share a sum, and that the walk at the end goes through
 CHUNKS_PER_PROGRAM = 4
 
 
-def sample_rows(logits: Tensor, temperature: Tensor, uniforms: Tensor, *, is_greedy: Tensor | None = None) -> Tensor:
-    """Draw one token per row: logits [rows, vocab], temperature [rows] float32, uniforms [rows] float64 -> [rows].
+class RowWeights(NamedTuple):
+    """Distributions of rows that are not written out: what it takes to work a weight out. Triton's only."""
 
-    Temperatures are above zero. Rows of `is_greedy` [rows] bool get their most likely token, the lowest id among
-    equals, and their temperature is ignored. A token whose probability rounds to zero is never drawn.
+    logits: Tensor  # [rows, vocab]
+    request: Tensor  # [rows] int64: whose settings count
+    settings: RowSettings
+    bounds: Bounds | None
+    peaks: Tensor  # [rows, chunks] float32: the largest logit over the temperature, of what may be drawn
+    sums: Tensor  # [rows, chunks] float64: of exponentials less that
+
+    @property
+    def pointers(self) -> tuple[Tensor, ...]:
+        """What kernels read of it, as `unpacked` in them."""
+        columns = (self.settings.sampled.view(torch.uint8), self.settings.temperature)
+        return self.logits, self.request, *columns, *(self.bounds or (self.peaks, self.peaks)), self.peaks, self.sums
+
+    @property
+    def sizes(self) -> dict[str, int | bool]:
+        """Constants of kernels that read it."""
+        chunks = self.peaks.shape[1]
+        return {
+            "CHUNKS": chunks,
+            "BLOCK": next_power_of_two(chunks),
+            "CHUNK": CHUNK,
+            "FILTERS": self.bounds is not None,
+        }
+
+
+def sample_rows(logits: Tensor, request: Tensor, settings: RowSettings, uniforms: Tensor, tokens: Tensor) -> None:
+    """Draw a token for each row of logits [rows, vocab] whose `request` [rows] is sampled, into `tokens` [rows].
+
+    By `uniforms` [rows] float64. A token whose probability rounds to zero is never drawn.
     """
-    if not runs_triton(logits):
-        chosen = choose((logits.float() / temperature[:, None]).softmax(-1), uniforms)
-        return chosen if is_greedy is None else torch.where(is_greedy, logits.argmax(-1), chosen)
-    rows, vocab = logits.shape
-    assert logits.stride(1) == 1
-    chunks = -(-vocab // CHUNK)
-    peaks = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
-    sums = torch.empty(rows, chunks, dtype=torch.float64, device=logits.device)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows == 0:
-        return out
-    _chunk_kernel[(rows, -(-chunks // CHUNKS_PER_PROGRAM))](
-        logits,
-        temperature,
-        (peaks, sums),
-        vocab,
-        logits.stride(0),
-        NUM_CHUNKS=chunks,
-        CHUNKS=CHUNKS_PER_PROGRAM,
-        CHUNK=CHUNK,
-        num_warps=4,
-    )
-    _walk_kernel[(rows,)](
-        logits,
-        temperature,
-        uniforms,
-        peaks if is_greedy is None else is_greedy.view(torch.uint8),
-        (peaks, sums),
-        out,
-        vocab,
-        logits.stride(0),
-        CHUNKS=chunks,
-        BLOCK=next_power_of_two(chunks),
-        CHUNK=CHUNK,
-        GREEDY=is_greedy is not None,
-        num_warps=4,
-    )
-    return out
+    if runs_triton(logits):
+        draw_rows(weigh_rows(logits, request, settings), uniforms, tokens)
+        return
+    own = settings.sampled[request].nonzero().squeeze(1)
+    if len(own):
+        probs = scaled_rows(logits[own], request[own], settings).softmax(-1)
+        tokens.index_copy_(0, own, choose(probs, uniforms[own]))
 
 
 def choose(probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -83,98 +82,179 @@ def choose(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(candidates.any(-1), candidates.to(torch.uint8).argmax(-1), probs.argmax(-1))
 
 
+def weigh_rows(logits: Tensor, request: Tensor, settings: RowSettings) -> RowWeights:
+    """Work out the distributions of rows that are sampled, as far as `draw_rows` and others need it. Triton's only."""
+    assert logits.stride(1) == 1
+    rows, vocab = logits.shape
+    chunks = -(-vocab // CHUNK)
+    found = RowWeights(
+        logits,
+        request,
+        settings,
+        None if settings.filters is None else find_bounds(logits, request, settings),
+        torch.empty(rows, chunks, dtype=torch.float32, device=logits.device),
+        torch.empty(rows, chunks, dtype=torch.float64, device=logits.device),
+    )
+    if rows:
+        _chunk_kernel[(rows, -(-chunks // CHUNKS_PER_PROGRAM))](
+            found.pointers, vocab, logits.stride(0), PER_PROGRAM=CHUNKS_PER_PROGRAM, num_warps=4, **found.sizes
+        )
+    return found
+
+
+def draw_rows(weights: RowWeights, uniforms: Tensor, tokens: Tensor, likeliest: Tensor | None = None) -> None:
+    """Write a token of each sampled row into `tokens` [rows]; into `likeliest` [rows] float32 the largest probability.
+
+    Triton's only.
+    """
+    rows, vocab = weights.logits.shape
+    if rows:
+        _walk_kernel[(rows,)](
+            weights.pointers,
+            uniforms,
+            (tokens, weights.peaks if likeliest is None else likeliest),
+            vocab,
+            weights.logits.stride(0),
+            LIKELIEST=likeliest is not None,
+            num_warps=4,
+            **weights.sizes,
+        )
+
+
+def write_probabilities(weights: RowWeights, out: Tensor) -> None:
+    """Write the distributions of sampled rows to `out` [requests, vocab] float32, at their requests. Triton's only."""
+    rows, vocab = weights.logits.shape
+    assert out.stride(1) == 1
+    if rows:
+        _write_kernel[(rows, weights.peaks.shape[1])](
+            weights.pointers, out, vocab, weights.logits.stride(0), out.stride(0), num_warps=4, **weights.sizes
+        )
+
+
 @triton.jit
 def _chunk_kernel(
-    logits_ptr,
-    temperature_ptr,
-    chunked,
+    pointers,
     vocab,
     row_stride,
-    NUM_CHUNKS: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
     CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,  # noqa: ARG001 - as of all that have weights to read
     CHUNK: tl.constexpr,
+    FILTERS: tl.constexpr,
 ):
-    peaks_ptr, sums_ptr = chunked
+    logits_ptr, request_ptr, sampled_ptr, temperature_ptr, floor_ptr, last_ptr, peaks_ptr, sums_ptr = pointers
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+    request = tl.load(request_ptr + row)
+    if tl.load(sampled_ptr + request) == 0:
+        return
+    chunk = tl.program_id(1) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     index = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    scaled = _scaled(logits_ptr + row * row_stride, index, vocab, tl.load(temperature_ptr + row))
-    peaks = tl.max(scaled, axis=1)
-    weights = _weights(scaled, peaks[:, None])
-    at = row * NUM_CHUNKS + chunk
-    tl.store(peaks_ptr + at, peaks, mask=chunk < NUM_CHUNKS)
-    tl.store(sums_ptr + at, tl.sum(weights.to(tl.float64), axis=1), mask=chunk < NUM_CHUNKS)
+    value = scaled(logits_ptr + row * row_stride, index, vocab, tl.load(temperature_ptr + request))
+    if FILTERS:
+        value = kept(value, index, tl.load(floor_ptr + row), tl.load(last_ptr + row))
+    peaks = tl.max(value, axis=1)
+    at = row * CHUNKS + chunk
+    tl.store(peaks_ptr + at, peaks, mask=chunk < CHUNKS)
+    tl.store(sums_ptr + at, tl.sum(weights(value, peaks[:, None]).to(tl.float64), axis=1), mask=chunk < CHUNKS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["uniforms_ptr"])
 def _walk_kernel(
-    logits_ptr,
-    temperature_ptr,
+    pointers,
     uniforms_ptr,
-    greedy_ptr,
-    chunked,
-    out_ptr,
+    results,
     vocab,
     row_stride,
+    LIKELIEST: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    GREEDY: tl.constexpr,
+    FILTERS: tl.constexpr,
 ):
-    peaks_ptr, sums_ptr = chunked
+    tokens_ptr, likeliest_ptr = results
     row = tl.program_id(0).to(tl.int64)
+    if tl.load(pointers[2] + tl.load(pointers[1] + row)) == 0:
+        return
+    peak, shares = shares_of(pointers, row, CHUNKS, BLOCK)
+    total = tl.sum(shares, axis=0)
+    target = tl.load(uniforms_ptr + row) * total
+    chunk, before = chunk_of(shares, target, BLOCK)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    value, chunk_peak = values_of(pointers, row, index, chunk, vocab, row_stride, CHUNKS, FILTERS)
+    within = (target - before) / weights(chunk_peak, peak).to(tl.float64)
+    tl.store(tokens_ptr + row, token_of(weights(value, chunk_peak), index, within, vocab))
+    if LIKELIEST:
+        tl.store(likeliest_ptr + row, (1.0 / total).to(tl.float32))
+
+
+@triton.jit
+def _write_kernel(
+    pointers,
+    out_ptr,
+    vocab,
+    row_stride,
+    out_stride,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FILTERS: tl.constexpr,
+):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request = tl.load(pointers[1] + row)
+    if tl.load(pointers[2] + request) == 0:
+        return
+    peak, shares = shares_of(pointers, row, CHUNKS, BLOCK)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    value, _ = values_of(pointers, row, index, chunk, vocab, row_stride, CHUNKS, FILTERS)
+    probability = weights(value, peak) / tl.sum(shares, axis=0).to(tl.float32)
+    tl.store(out_ptr + request * out_stride + index, probability, mask=index < vocab)
+
+
+@triton.jit
+def shares_of(pointers, row, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit of a row over the temperature, and what each of its chunks weighs if that one weighs 1."""
     number = tl.arange(0, BLOCK)
-    peaks = tl.load(peaks_ptr + row * CHUNKS + number, mask=number < CHUNKS, other=float("-inf"))
-    sums = tl.load(sums_ptr + row * CHUNKS + number, mask=number < CHUNKS, other=0.0)
+    peaks = tl.load(pointers[6] + row * CHUNKS + number, mask=number < CHUNKS, other=float("-inf"))
+    sums = tl.load(pointers[7] + row * CHUNKS + number, mask=number < CHUNKS, other=0.0)
     peak = tl.max(peaks, axis=0)
-    shares = sums * _weights(peaks, peak).to(tl.float64)
-    cumulative = tl.cumsum(shares, axis=0)
-    target = tl.load(uniforms_ptr + row) * tl.sum(shares, axis=0)
-    passed = (cumulative > target) & (shares > 0.0)
+    return peak, sums * weights(peaks, peak).to(tl.float64)
+
+
+@triton.jit
+def chunk_of(shares, target, BLOCK: tl.constexpr):
+    """The chunk in which the running sum of shares passes the target, and what lies before it."""
+    number = tl.arange(0, BLOCK)
+    passed = (tl.cumsum(shares, axis=0) > target) & (shares > 0.0)
     # A target that rounds up to the whole passes nothing: the last chunk that has anything takes it.
     last = tl.max(tl.where(shares > 0.0, number, 0), axis=0)
     chunk = tl.minimum(tl.min(tl.where(passed, number, BLOCK), axis=0), last)
-    likeliest = tl.min(tl.where(peaks == peak, number, CHUNKS - 1), axis=0)
-    is_greedy = False
-    if GREEDY:
-        is_greedy = tl.load(greedy_ptr + row) != 0
-        chunk = tl.where(is_greedy, likeliest, chunk)
+    return chunk, tl.sum(tl.where(number < chunk, shares, 0.0), axis=0)
 
-    before = tl.sum(tl.where(number < chunk, shares, 0.0), axis=0)
-    chunk_peak = tl.sum(tl.where(number == chunk, peaks, 0.0), axis=0)
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
-    # The temperature divides here exactly as it did in the chunk's sum, so that the weights are the same numbers.
-    scaled = _scaled(logits_ptr + row * row_stride, index, vocab, tl.load(temperature_ptr + row))
-    weights = _weights(scaled, chunk_peak)
-    within = (target - before) / _weights(chunk_peak, peak).to(tl.float64)
-    drawn = (tl.cumsum(weights.to(tl.float64), axis=0) > within) & (weights > 0.0)
+
+@triton.jit
+def values_of(pointers, row, index, chunk, vocab, row_stride, CHUNKS: tl.constexpr, FILTERS: tl.constexpr):
+    """Logits of a row over the temperature, -inf for what may not be drawn, and the largest of a chunk.
+
+    The temperature divides here exactly as it did in the chunk's sum, so that the weights are the same numbers.
+    """
+    logits_ptr, request_ptr, _, temperature_ptr, floor_ptr, last_ptr, peaks_ptr, _ = pointers
+    temperature = tl.load(temperature_ptr + tl.load(request_ptr + row))
+    value = scaled(logits_ptr + row * row_stride, index, vocab, temperature)
+    if FILTERS:
+        value = kept(value, index, tl.load(floor_ptr + row), tl.load(last_ptr + row))
+    return value, tl.load(peaks_ptr + row * CHUNKS + chunk)
+
+
+@triton.jit
+def token_of(weight, index, within, vocab):
+    """The first of a chunk's tokens at which the running sum of weights passes `within`."""
+    drawn = (tl.cumsum(weight.to(tl.float64), axis=0) > within) & (weight > 0.0)
     token = tl.min(tl.where(drawn, index, vocab), axis=0)
     # Rounding may leave the chunk's own sum just short of the share that led here: its last token then.
-    token = tl.minimum(token, tl.max(tl.where(weights > 0.0, index, 0), axis=0))
-    if GREEDY:
-        raw = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-        largest = tl.max(raw, axis=0)
-        first = tl.minimum(tl.min(tl.where(raw == largest, index, vocab), axis=0), vocab - 1)
-        token = tl.where(is_greedy, first, token)
-    tl.store(out_ptr + row, token.to(tl.int64))
+    return tl.minimum(token, tl.max(tl.where(weight > 0.0, index, 0), axis=0)).to(tl.int64)
 
 
 @triton.jit
-def _scaled(row_ptr, index, vocab, temperature):
-    """logits / temperature, rounded once as the reference rounds it; -inf beyond the vocabulary.
-
-    A reciprocal and one step of Newton's method: correctly rounded for numbers far from over- and underflow, as
-    logits are, at a third of the instructions of a division that must expect anything.
-    """
-    logits = tl.load(row_ptr + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-    reciprocal = 1.0 / temperature
-    quotient = logits * reciprocal
-    rest = tl.fma(-quotient, tl.zeros_like(logits) + temperature, logits)
-    refined = tl.fma(rest, tl.zeros_like(logits) + reciprocal, quotient)
-    return tl.where(logits == float("-inf"), float("-inf"), refined)
-
-
-@triton.jit
-def _weights(scaled, peak):
-    """exp(scaled - peak), and 0 for -inf even where the peak is -inf too."""
-    return tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - peak))
+def kept(value, index, floor, last):
+    """Logits over the temperature, -inf for what `Bounds` leave out."""
+    return tl.where((value > floor) | ((value == floor) & (index <= last)), value, float("-inf"))

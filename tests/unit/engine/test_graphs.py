@@ -138,7 +138,7 @@ def test_an_engine_is_ready_with_a_few_sizes_and_captures_the_others_when_it_has
     assert before > len(ready)
     while engine.work_ahead():
         pass
-    assert {key.filtering for key in round_keys(engine) if key.batch == 12} == {0, 1, 12}, "for top-p and the like"
+    assert {key.adjusting for key in round_keys(engine) if key.batch == 12} == {0, 1}, "for penalties and the like"
     assert {key.batch for key in round_keys(engine)} == {1, 2, 3, 4, 6, 8, 12}
     assert {(key.tokens, key.chunks) for key in prompt_keys(engine)} == {(32, 1), (64, 1), (64, 4)}
     everything = len(engine.runner.graphs.captured)

@@ -115,14 +115,14 @@ def test_a_step_is_one_pass_of_the_smallest_size_that_pays_as_soon_as_there_is_i
     assert (mixing.takes(asking(sizes, 127), 0.5), mixing.takes(asking(sizes, 127), 0.6)) == (True, False)
     assert not mixing.takes(asking(sizes, 255)), "nothing is known of it"
     assert mixing.wanted[sizes[256]] == 1
-    filtered = asking(sizes, 63)
-    filtered = MixedProgram(filtered.round._replace(filtering=1), filtered.prompts)
-    assert not mixing.takes(filtered), "it has no graph"
-    padded = mixing.padded(filtered)
+    adjusted = asking(sizes, 63)
+    adjusted = MixedProgram(adjusted.round._replace(adjusting=1), adjusted.prompts)
+    assert not mixing.takes(adjusted), "it has no graph"
+    padded = mixing.padded(adjusted)
     assert padded is not None
     assert graphs.wanted[padded] == 1
     graphs.capture(padded)
-    assert mixing.takes(filtered)
+    assert mixing.takes(adjusted)
 
 
 def test_prompts_are_not_cut_to_the_sizes_that_happen_to_be_known() -> None:

@@ -19,7 +19,6 @@ from fledge.decoding.random import Stream, uniform
 from fledge.kernels import accept as accepting
 from fledge.kernels import argmax as choosing
 from fledge.kernels import rms_norm as norming
-from fledge.kernels import sample as sampling
 from fledge.kernels import swiglu as gating
 from fledge.kernels.accept import accept_chain_reference
 from fledge.kernels.argmax import argmax_rows_reference
@@ -36,7 +35,7 @@ from tests.unit.kernels.references import paged_attention_reference, rope_and_st
 
 rms_norm_triton, add_rms_norm_triton = in_triton(norming.rms_norm), in_triton(norming.add_rms_norm)
 draft_input_triton, swiglu_triton = in_triton(norming.draft_input), in_triton(gating.swiglu)
-argmax_rows_triton, sample_rows_triton = in_triton(choosing.argmax_rows), in_triton(sampling.sample_rows)
+argmax_rows_triton = in_triton(choosing.argmax_rows)
 likeliest_rows_triton = in_triton(choosing.likeliest_rows)
 accept_chain_triton, accept_greedy_triton = in_triton(accepting.accept_chain), in_triton(accepting.accept_greedy)
 paged_prefill_attention_triton = in_triton(paged_prefill_attention)
@@ -333,31 +332,6 @@ def accept(batch: int, depth: int, vocab: int, dtype: torch.dtype, device: str) 
         ):
             assert torch.equal(outcome.accepted, expected.accepted)
             assert torch.equal(outcome.tokens, expected.tokens)
-
-
-def sample(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
-    """The drawn token's share of the cumulative probability, in float64, holds the uniform, to 1e-6."""
-    logits = randn(rows, vocab, dtype=dtype, device=device) * 4
-    logits[:, vocab // 3 : vocab // 2] = -torch.inf
-    temperature = torch.rand(rows, device=device) + 0.3
-    uniforms = torch.rand(rows, dtype=torch.float64, device=device)
-    uniforms[0] = 0.0
-    uniforms[-1] = 1.0 - 2.0**-53
-    is_greedy = torch.arange(rows, device=device) % 3 == 1
-    drawn = sample_rows_triton(logits, temperature, uniforms, is_greedy=is_greedy)
-    reference = in_plain_torch(sampling.sample_rows)(logits, temperature, uniforms, is_greedy=is_greedy)
-    first = (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
-    assert torch.equal(drawn[is_greedy], first[is_greedy])
-
-    probs = (logits.double() / temperature.double()[:, None]).softmax(-1)
-    upper = probs.cumsum(-1).gather(1, drawn[:, None]).squeeze(1)
-    share = probs.gather(1, drawn[:, None]).squeeze(1)
-    sampled = ~is_greedy
-    assert (share > 0)[sampled].all()
-    assert (uniforms <= upper + 1e-6)[sampled].all()
-    assert (uniforms >= upper - share - 1e-6)[sampled].all()
-    near_edge = (uniforms - upper).abs().minimum((uniforms - (upper - share)).abs()) < 1e-6
-    assert ((drawn == reference) | near_edge)[sampled].all()
 
 
 def uniforms(rows: int, columns: int, device: str) -> None:

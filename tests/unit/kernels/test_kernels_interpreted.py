@@ -225,12 +225,6 @@ def test_accept_without_drafts():
     cases.accept(3, 0, 50, torch.float32, CPU)
 
 
-@dtypes
-@pytest.mark.parametrize(("rows", "vocab"), [(9, 11), (12, 4096), (12, 9001)])
-def test_sample(rows, vocab, dtype):
-    cases.sample(rows, vocab, dtype, CPU)
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (150, 2)])
 def test_uniforms(rows, columns):
     cases.uniforms(rows, columns, CPU)

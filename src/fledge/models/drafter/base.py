@@ -181,7 +181,11 @@ class Drafter(nn.Module):
 
     def likeliest(self, head: Tensor) -> tuple[Tensor, Tensor]:
         """[n, hidden] -> [n] both: the target id of the token that each row likes best, and its probability."""
-        return likeliest_rows(self.logits(head), None if self.vocabulary is None else self.vocabulary.d2t)
+        return self.likeliest_by(self.logits(head))
+
+    def likeliest_by(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """`likeliest` of what `logits` gives."""
+        return likeliest_rows(logits, None if self.vocabulary is None else self.vocabulary.d2t)
 
     def likeliest_few(self, head: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """[n, hidden] -> [n, count] both: log-probabilities and target ids of the tokens each row likes best."""
@@ -199,5 +203,8 @@ class Drafter(nn.Module):
 
     def full_vocab_logits(self, head: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, vocab], with -inf for tokens outside the draft vocabulary."""
-        logits = self.logits(head)
+        return self.spread(self.logits(head))
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """The same of what `logits` gives: [*lead, draft_vocab] -> [*lead, vocab]."""
         return logits if self.vocabulary is None else self.vocabulary.spread(logits, fill=-torch.inf)

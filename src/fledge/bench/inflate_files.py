@@ -1,6 +1,7 @@
-"""Enlarged pairs as directories that transformers, vLLM and SGLang load, written one layer at a time, and labelled."""
+"""Enlarged pairs as directories that transformers, vLLM and SGLang load, written a few layers at a time, and labelled."""
 
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,25 +67,29 @@ def write_inflated(inflation: Inflation, advance: Callable[[], None] = lambda: N
         drafter_config(drafter.config, small.config, config, shape)
     index: dict[str, str] = {}
     sizes: list[int] = []
+    one_at_a_time = threading.Lock()
     with atomic_directory(inflation.destination) as directory:
 
         def write_shard(number: int, tensors: Mapping[str, Tensor]) -> None:
             file = f"model-{number:05d}-of-{config.num_layers + 1:05d}.safetensors"
             named = {LLAMA.stored_name(name): tensor.detach().contiguous() for name, tensor in tensors.items()}
             save_file(named, directory / file, {"format": "pt"})
-            index.update(dict.fromkeys(named, file))
-            sizes.extend(tensor.nbytes for tensor in named.values())
+            with one_at_a_time:
+                index.update(dict.fromkeys(named, file))
+                sizes.extend(tensor.nbytes for tensor in named.values())
 
         def write_layer(number: int, layer: nn.Module) -> None:
             tensors = stored_tensors(layer)
             write_shard(number + 2, {f"layers.{number}.{name}": tensor for name, tensor in tensors.items()})
-            advance()
+            with one_at_a_time:
+                advance()
 
         cpu, pad = torch.device("cpu"), inflation.pad_vocab
         ends = inflate_target(small, shape, dtype, cpu, pad_vocab=pad, seed=seed, take_layer=write_layer)
         write_shard(1, {name: ends.get_parameter(name) for name in _ENDS})
         metadata = {"total_size": sum(sizes)}
-        write_json(directory / "model.safetensors.index.json", {"metadata": metadata, "weight_map": index})
+        weight_map = dict(sorted(index.items()))  # whatever thread was first
+        write_json(directory / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
         label = {**inflation.label(inflation.source), "layers": layer_places(small.config, config)[:-1]}
         write_json(directory / "config.json", {**hf_config(config, str(dtype)), INFLATED: label})
         write_json(directory / PROVENANCE_FILE, {**run_provenance(), "inflated": inflation.label(inflation.source)})

@@ -5,6 +5,7 @@ each group. How the matrix of a linear is stored is the business of its weight f
 """
 
 import importlib
+import logging
 import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,9 +35,11 @@ from fledge.errors import CheckpointError, ConfigError
 from fledge.layers.attention import Attention
 from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
+from fledge.progress import timed
 
 Infos = Mapping[str, TensorInfo]  # by the names that files have for their tensors
 
+_log = logging.getLogger("fledge.checkpoints")
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PRECISE = "e_score_correction_bias"  # decides between experts that are all but equal: float32 whatever the model is in
 
@@ -225,9 +228,10 @@ def load_weights(
             tensors.append((linear, {kind: files.read(names[f"{part}.{kind}"]) for kind in kinds}))
         return form.linear(empty, tensors, placement)
 
-    for (name, empty), filled in zip(linears.items(), in_threads(fill, linears, placement.device), strict=True):
-        if filled is not empty:
-            model.set_submodule(name, filled)
+    with timed(_log, "linears filled", len(linears)):
+        for (name, empty), filled in zip(linears.items(), in_threads(fill, linears, placement.device), strict=True):
+            if filled is not empty:
+                model.set_submodule(name, filled)
 
 
 def stored_tensors(model: nn.Module, *, is_joined: Callable[[str], bool] = lambda _name: False) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ that nobody reads. Long prompts keep the device busy for longer than they take t
 """
 
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from fledge.engine.programs import Program, PromptProgram, RoundProgram
 from fledge.engine.request import Request
 from fledge.engine.sampler import SamplingMode, filtering_size
 from fledge.engine.scheduler import Chunk
+from fledge.progress import timed
+
+_log = logging.getLogger("fledge.engine")
 
 MAX_GRAPHS = 1024  # a bound on graph memory; what comes after it runs without
 PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)  # one at least is padding
@@ -262,10 +266,11 @@ class GraphRunner:
         stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            play()
-            stream.synchronize()
+            with timed(_log, "graph played aside"):
+                play()
+                stream.synchronize()
             # Not `torch.cuda.graph`: that gives all free memory back to the device before each of hundreds of graphs.
-            with _without_collecting():
+            with timed(_log, "graph captured"), _without_collecting():
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     outcome = play()

@@ -1,4 +1,4 @@
-"""Enlarged pairs as directories that transformers, vLLM and SGLang load, written a few layers at a time, and labelled."""
+"""Enlarged pairs as directories that transformers, vLLM and SGLang load, written layer by layer, and labelled."""
 
 import shutil
 import threading

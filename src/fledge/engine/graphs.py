@@ -156,10 +156,13 @@ class GraphRunner:
         """Whether an engine is not ready without it: for all of the usual kinds there is one that will do then."""
         if isinstance(program, PromptProgram):
             return (program.tokens, program.chunks) in self._first_prompts and not _is_unusual(program)
+        return self.is_second(program) and program.sizes[0] in {*self._rungs[::2], self._rungs[-1]}
+
+    def is_second(self, program: Program) -> bool:
+        """Whether it comes first of what an engine captures when it is ready: usual rounds, that halve the padding."""
         if not isinstance(program, RoundProgram) or program.admit is not None or _is_unusual(program):
             return False
-        rungs = self._rungs if program.sampling is SamplingMode.GREEDY else [*self._rungs[::2], self._rungs[-1]]
-        return program.batch in rungs
+        return program.batch in self._rungs
 
     def _unusual(self, programs: Sequence[Program]) -> Iterator[Program]:
         """Those of these where one request's logits are adjusted; if they sample, where one or all have filters."""
@@ -341,5 +344,4 @@ def _prompt_sizes(max_tokens: int, max_chunks: int) -> Iterator[tuple[int, int]]
 def _first_prompts(sizes: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
     """Of the (tokens, chunks) that there are, those that an engine is ready with: the largest is among them."""
     few = {tokens: chunks for tokens, chunks in sorted(sizes) if tokens in FIRST_TOKENS and chunks <= FIRST_CHUNKS}
-    many = {(least, chunks) for chunks, least in PROMPT_CHUNKS.items() if chunks > FIRST_CHUNKS}
-    return {*few.items(), *many.intersection(sizes), max(sizes)}
+    return {*few.items(), max(sizes)}

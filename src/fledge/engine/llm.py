@@ -7,6 +7,7 @@ import gc
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
@@ -52,8 +53,10 @@ class LLM:
             return
         directory = resolve(model)
         begin_device(config.device)
-        tokenizer = load_tokenizer(directory)
-        target = load_own_target(directory, config)
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as aside:  # it is Python, weights are not
+            tokenizer_read = aside.submit(load_tokenizer, directory)
+            target = load_own_target(directory, config)
+            tokenizer = tokenizer_read.result()
         built = build_engine(target, tokenizer, config, model=str(model), directory=directory)
         self._set_up(built, tokenizer, config.seed, directory)
 

@@ -22,11 +22,11 @@ def load_tokenizer(directory: Path) -> Any | None:
     """Return the tokenizer, or None when the directory has none (such a model takes and gives token ids)."""
     if not any((directory / name).is_file() for name in _FILES):
         return None
-    with timed(_log, "transformers imported"):  # here: commands without a tokenizer do not wait a second for it
+    with timed(_log, "transformers imported, aside"):  # here: commands without a tokenizer do not wait a second for it
         from transformers import AutoTokenizer  # noqa: PLC0415
     try:
         config = _config_for(directory)
-        with timed(_log, "tokenizer read"):
+        with timed(_log, "tokenizer read, aside"):
             # None: asks
             tokenizer = AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the file made it stumble over

@@ -18,6 +18,7 @@ In float32 the large pair gives the small pair's tokens. In 16 bits the rescaled
 0.4 % each), so it gives its own, nearly the same.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,9 @@ from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.eagle import Eagle3Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target.decoder import TargetModel
+from fledge.progress import timed
 
+_log = logging.getLogger("fledge.bench")
 _Model = TypeVar("_Model", TargetModel, Drafter)
 
 MOST_THREADS = 8  # that layers are drawn and written from
@@ -268,9 +271,10 @@ def inflate_target(
     def fill(index: int) -> None:
         layer = large.layers[index] if take_layer is None else free.get()
         try:
-            randomise(layer, seed * 1000 + index)
-            if index in sources:
-                place.fill_block(layer, small.layers[sources[index]])
+            with timed(_log, "layer drawn"):
+                randomise(layer, seed * 1000 + index)
+                if index in sources:
+                    place.fill_block(layer, small.layers[sources[index]])
             if take_layer is not None:
                 take_layer(index, layer)
         finally:

@@ -1,5 +1,6 @@
 """Enlarged pairs as directories that transformers, vLLM and SGLang load, written layer by layer, and labelled."""
 
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -23,9 +24,11 @@ from fledge.files import atomic_directory, read_json, write_json, write_text
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.variants import name_of
 from fledge.models.target.llama import FAMILY as LLAMA
+from fledge.progress import timed
 from fledge.provenance import run_provenance
 from fledge.report.page import page_template
 
+_log = logging.getLogger("fledge.bench")
 _COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "*.model")
 _ENDS = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
 
@@ -73,7 +76,8 @@ def write_inflated(inflation: Inflation, advance: Callable[[], None] = lambda: N
         def write_shard(number: int, tensors: Mapping[str, Tensor]) -> None:
             file = f"model-{number:05d}-of-{config.num_layers + 1:05d}.safetensors"
             named = {LLAMA.stored_name(name): tensor.detach().contiguous() for name, tensor in tensors.items()}
-            save_file(named, directory / file, {"format": "pt"})
+            with timed(_log, "shard written"):
+                save_file(named, directory / file, {"format": "pt"})
             with one_at_a_time:
                 index.update(dict.fromkeys(named, file))
                 sizes.extend(tensor.nbytes for tensor in named.values())
@@ -99,9 +103,11 @@ def write_inflated(inflation: Inflation, advance: Callable[[], None] = lambda: N
         inflation.write_card(directory, inflation.source, "target", target=small.config, large=config)
     for drafter, name, destination in drafters:
         # Of the large target a drafter needs only its width, dtype and ends.
-        large = inflate_drafter(drafter, small, ends, shape=shape, seed=seed)
+        with timed(_log, "drafter drawn"):
+            large = inflate_drafter(drafter, small, ends, shape=shape, seed=seed)
         label = inflation.label(name)
-        save_drafter(large, destination, provenance={**run_provenance(), "inflated": label})
+        with timed(_log, "drafter written"):
+            save_drafter(large, destination, provenance={**run_provenance(), "inflated": label})
         written = read_json(destination / "config.json") or {}
         write_json(destination / "config.json", {**written, INFLATED: label})
         configs = {"drafter": drafter.config, "target": small.config, "aux": large.config.aux_layer_ids}

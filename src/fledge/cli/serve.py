@@ -171,7 +171,8 @@ def _begin_child(device: str, starting: ExitStack) -> "Child":
     """Start the engine's process, which imports what it needs while this one does. It ends with `starting`."""
     from fledge.server.child import Child  # noqa: PLC0415 - no other command needs it
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the server listens for it
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the server listens for it
+    starting.callback(signal.signal, signal.SIGTERM, before)
     child = Child(on_gpu=device in ("auto", "cuda"))
     starting.callback(child.kill)
     return child

@@ -309,11 +309,11 @@ def main(commands: int, outputs: int) -> None:
         return
     _log.info("the models are loaded; measuring what their rounds cost")
     llm.engine.warm_up(plain=True, acceptance=known_acceptance(llm.engine.info.drafter))
-    gc.enable()
-    gc.collect()
-    gc.freeze()
     with contextlib.suppress(BrokenPipeError):  # the parent went meanwhile, which the end of its commands says too
         writer.send(llm.engine.info)
+    gc.enable()
+    gc.collect()  # while the parent makes its application
+    gc.freeze()
     EngineWorker(llm.engine, llm.tokenizer, reader, writer).run()
     sys.stderr.flush()
     os._exit(0)  # grammars may still be compiled, for nobody

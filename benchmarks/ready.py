@@ -49,20 +49,25 @@ class StageLog(logging.Handler):
 
 
 def as_rows(stages: Sequence[Any], *, nested: bool = True) -> list[dict[str, Any]]:
-    """In the order in which they began; those of one name within one other are one row, with their number."""
-    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    """In the order in which they began; those of one name within one other are one row, with their number.
+
+    What ran aside comes last.
+    """
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
     open_: list[Any] = []
     for stage in sorted(stages, key=lambda one: (one.began, -one.seconds)):
-        while open_ and open_[-1].began + open_[-1].seconds < stage.began + stage.seconds:
-            open_.pop()
         aside = stage.name.endswith(ASIDE)
-        depth = len(open_) if nested and not aside else 0
-        row = rows.setdefault((depth, stage.name), {"stage": stage.name, "depth": depth, "seconds": 0.0, "count": 0})
+        while not aside and open_ and open_[-1].began + open_[-1].seconds < stage.began + stage.seconds:
+            open_.pop()
+        within = tuple(one.name for one in open_) if nested and not aside else ()
+        fresh = {"stage": stage.name, "depth": len(within), "seconds": 0.0, "count": 0}
+        row = rows.setdefault((*within, stage.name), fresh)
         row["seconds"] += stage.seconds
         row["count"] += 1 if stage.count is None else stage.count
         if not aside:
             open_.append(stage)
-    return [{**row, "seconds": round(row["seconds"], 4)} for row in rows.values()]
+    ordered = sorted(rows.values(), key=lambda row: row["stage"].endswith(ASIDE))
+    return [{**row, "seconds": round(row["seconds"], 4)} for row in ordered]
 
 
 def count_kernels() -> dict[str, int]:

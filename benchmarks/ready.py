@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 SHOWN_CALLS = 25
-ASIDE = "aside"
+ASIDE = ", aside"  # ends the name of a stage on another thread
 
 
 class StageLog(logging.Handler):

@@ -17,8 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 from fledge.cli.main import run
-from fledge.server import engine_process
-from fledge.server.engine_process import EngineProcess
+from fledge.server import child, engine_process
 
 
 class Forked:
@@ -81,7 +80,7 @@ class ForkedCommand(Forked):
             os.chdir(cwd)
             os.environ.update(environment or {})
             sys.argv = ["fledge", *arguments]
-            with mock.patch.object(EngineProcess, "_start", fork_engine):
+            with mock.patch.object(child, "spawn", fork_engine):
                 program()
 
         super().__init__(work)
@@ -95,8 +94,9 @@ class ForkedCommand(Forked):
             return self.stdout.read(), self.stderr.read()
 
 
-def fork_engine(_process: EngineProcess, commands: int, outputs: int) -> Forked:
-    """`EngineProcess._start` by a copy, which holds no end of a pipe but its own."""
+def fork_engine(commands: int, outputs: int, *, on_gpu: bool) -> Forked:
+    """`child.spawn` by a copy, which holds no end of a pipe but its own."""
+    del on_gpu
 
     def work() -> None:
         first, last = sorted((commands, outputs))
@@ -104,10 +104,10 @@ def fork_engine(_process: EngineProcess, commands: int, outputs: int) -> Forked:
             os.closerange(low, high)
         engine_process.main(commands, outputs)
 
-    child = Forked(work)
+    forked = Forked(work)
     os.close(commands)
     os.close(outputs)
-    return child
+    return forked
 
 
 def _status_of(work: Callable[[], object]) -> int:

@@ -19,6 +19,7 @@ from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.models.drafter.variants import EAGLE_3_1
 from fledge.server.app import DrainingServer, http_config
+from fledge.server.child import Child
 from fledge.server.engine_process import EngineProcess, EngineWorker
 from fledge.server.options import ServeOptions
 from fledge.server.service import Service
@@ -76,11 +77,11 @@ class EngineThread(EngineProcess):
     def __init__(self, llm: LLM) -> None:
         self.engine = LockedEngine(llm.engine)
         self._tokenizer = llm.tokenizer
-        super().__init__({})
+        super().__init__({}, child=Child(start=self._start))
         self.tokenizer, self.info = llm.tokenizer, llm.engine.info
         assert self._ready.wait(30)
 
-    def _start(self, commands: int, outputs: int) -> "EngineThread":
+    def _start(self, commands: int, outputs: int, **_: Any) -> "EngineThread":
         ready = self._ready = threading.Event()
 
         def work() -> None:

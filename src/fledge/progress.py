@@ -1,14 +1,39 @@
-"""Progress of long work: live bars where a person watches, a line now and then where nobody does."""
+"""Progress of long work: live bars where a person watches, a line now and then where nobody does.
 
+And how long its stages took, for who measures that: `timed`.
+"""
+
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 Advance = Callable[..., None]  # advance(count=1, note="...")
+
+
+@dataclass
+class Stage:
+    """A part of some work, by the clock of `time.perf_counter`."""
+
+    name: str
+    began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+    count: int | None = None  # of what was done in it, if that is worth telling
+
+
+@contextmanager
+def timed(log: logging.Logger, name: str, count: int | None = None) -> Iterator[Stage]:
+    """Log at level DEBUG how long a stage took; the record has it as its `stage`. One that fails is not told."""
+    stage = Stage(name, count=count)
+    yield stage
+    stage.seconds = time.perf_counter() - stage.began
+    number = "" if stage.count is None else f" ({stage.count})"
+    log.debug("%s%s: %.3f s", name, number, stage.seconds, extra={"stage": stage})
 
 
 class Progress:

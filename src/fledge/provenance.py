@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from fledge.version import __version__
 
@@ -33,7 +33,7 @@ def run_provenance() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),  # importing it takes a second
         },
     }
 

@@ -18,15 +18,18 @@ In float32 the large pair gives the small pair's tokens. In 16 bits the rescaled
 0.4 % each), so it gives its own, nearly the same.
 """
 
-import functools
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fledge.bench.random_weights import random_matrix, randomise
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.layers.linear import RMSNorm
@@ -36,10 +39,12 @@ from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.eagle import Eagle3Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target.decoder import TargetModel
+from fledge.progress import timed
 
+_log = logging.getLogger("fledge.bench")
 _Model = TypeVar("_Model", TargetModel, Drafter)
 
-RANDOM_STD = 0.02
+MOST_THREADS = 8  # that layers are drawn and written from
 # So small that no norm notices it, and the logits of new ids are below -10^6 while states stay below 10^6.
 SPARE = 2.0**-14
 SPARE_HEAD = -(2.0**60)
@@ -126,7 +131,7 @@ class LayerMap:
         return torch.cat([head * self.large.head_dim + self.dims for head in heads])
 
     def fill_block(self, large: Any, small: Any, inputs: Tensor | None = None) -> None:
-        """A decoder layer, or a drafter's first. Wants one that `_randomise` made, and leaves the rest so.
+        """A decoder layer, or a drafter's first. Wants one that `randomise` made, and leaves the rest so.
 
         `inputs`: where the dimensions that the small layer's attention reads lie, if they are not those of its stream.
         """
@@ -236,7 +241,8 @@ def inflate_target(
 ) -> TargetModel:
     """Return `small` at the size of `shape`, built on `device` without a second copy.
 
-    `take_layer` is for who writes a model that memory cannot hold: it gets each layer, which is then let go.
+    `take_layer` is for who writes a model that memory cannot hold: it gets each layer, whose memory then becomes
+    another's, and is called from several threads at once, in any order.
     """
     config = target_config(small.config, shape, dtype, pad_vocab=pad_vocab)
     large = empty_model(lambda: TargetModel(config), dtype, device)
@@ -247,7 +253,7 @@ def inflate_target(
     with torch.no_grad():
         embedding.zero_()
         embedding[:vocab, :width] = small.embed_tokens.weight
-        _random_matrix(head, seed * 1000 + 998)
+        random_matrix(head, seed * 1000 + 998)
         head[:vocab, :width] = small.lm_head.weight
         place.fill_norm(norm, small.norm)
         if config.vocab_size > vocab:
@@ -255,14 +261,42 @@ def inflate_target(
             norm.weight[width] = 1
             head[:vocab, width] = 0
             head[vocab:, width] = SPARE_HEAD
-        for index, layer in enumerate(large.layers):
-            _randomise(layer, seed * 1000 + index)
-            if index in sources:
-                place.fill_block(layer, small.layers[sources[index]])
+
+    threads = 1 if take_layer is None else min(MOST_THREADS, torch.get_num_threads(), config.num_layers)
+    free: SimpleQueue[nn.Module] = SimpleQueue()  # new memory takes the system longer than the numbers in it
+    for layer in large.layers[:threads]:
+        free.put(layer)
+
+    @torch.no_grad()
+    def fill(index: int) -> None:
+        layer = large.layers[index] if take_layer is None else free.get()
+        try:
+            with timed(_log, "layer drawn"):
+                randomise(layer, seed * 1000 + index)
+                if index in sources:
+                    place.fill_block(layer, small.layers[sources[index]])
             if take_layer is not None:
                 take_layer(index, layer)
-                layer.to("meta")
+        finally:
+            free.put(layer)
+
+    if take_layer is None:
+        for index in range(config.num_layers):
+            fill(index)
+    else:
+        _in_threads(threads, fill, range(config.num_layers))
+        large.layers.to("meta")
     return large.eval().requires_grad_(False)
+
+
+def _in_threads(count: int, work: Callable[[int], None], numbers: Iterable[int]) -> None:
+    """Do it for each number, on threads of which none has others of torch's to help it."""
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            list(pool.map(work, numbers))  # after a failure no more are begun
+        finally:
+            torch.set_num_threads(before)
 
 
 def drafter_config(
@@ -306,7 +340,7 @@ def inflate_drafter(
     width, wide = small.config.hidden_size, large.config.target_hidden_size
     fusion = nn.ModuleList(one for one in (large.input_norm, large.fc_norm, large.fc) if one is not None)
     for number, module in enumerate([fusion, *large.layers]):
-        _randomise(module, seed * 1000 + 999_000 + number)
+        randomise(module, seed * 1000 + 999_000 + number)
     starts = [i * wide for i in range(small.config.num_aux_states)]
     inputs = torch.cat([start + place.hidden for start in starts])
     new, old = large, small
@@ -332,7 +366,7 @@ def inflate_drafter(
         # Every row of the small head as often as there is room, and the draft vocabulary likewise, ascending.
         rows, small_rows = large.config.draft_vocab_size, small.config.draft_vocab_size
         source = (torch.arange(rows) * small_rows // rows).to(small.lm_head.weight.device)
-        _random_matrix(large.lm_head.weight, seed * 1000 + 999_999)
+        random_matrix(large.lm_head.weight, seed * 1000 + 999_999)
         large.lm_head.weight[:, :width] = small.lm_head.weight[source]
         if large.vocabulary is not None:
             ids = source if small.vocabulary is None else small.vocabulary.target_ids[source]
@@ -344,35 +378,3 @@ def inflate_drafter(
 def _put(large: Tensor, rows: Tensor, columns: Tensor, small: Tensor, scale: float = 1.0) -> None:
     values = small.float() * scale if scale != 1.0 else small
     large[rows.to(large.device)[:, None], columns.to(large.device)] = values.detach().to(large)
-
-
-def _randomise(module: nn.Module, seed: int) -> None:
-    """Matrices random, norms one; the same for one seed on one kind of device. A layer adds nothing to the stream."""
-    for number, (name, parameter) in enumerate(module.named_parameters()):
-        if parameter.dim() == 2:
-            _random_matrix(parameter, seed * 16 + number)
-        else:
-            parameter.fill_(1)
-        if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            parameter.zero_()
-
-
-def _random_matrix(matrix: Tensor, seed: int) -> None:
-    """On a CPU every matrix is a stretch of the same numbers: to draw those of an 8B model takes minutes."""
-    if matrix.device.type != "cpu":
-        matrix.normal_(std=RANDOM_STD, generator=torch.Generator(matrix.device).manual_seed(seed))
-        return
-    numbers, flat = _random_numbers(matrix.dtype), matrix.view(-1)
-    begin = seed * 7_368_787 % len(numbers)  # another prime, so that stretches begin far from each other
-    written = 0
-    while written < len(flat):
-        stretch = numbers[begin : begin + len(flat) - written]
-        flat[written : written + len(stretch)] = stretch
-        begin, written = 0, written + len(stretch)
-
-
-@functools.cache
-def _random_numbers(dtype: torch.dtype) -> Tensor:
-    """Normal numbers, a prime number of them: no two rows of a matrix are the same, whatever its width."""
-    numbers = torch.empty(16_777_213).normal_(std=RANDOM_STD, generator=torch.Generator().manual_seed(0))
-    return numbers.to(dtype)

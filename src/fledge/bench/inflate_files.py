@@ -1,6 +1,8 @@
-"""Enlarged pairs as directories that transformers, vLLM and SGLang load, written one layer at a time, and labelled."""
+"""Enlarged pairs as directories that transformers, vLLM and SGLang load, written layer by layer, and labelled."""
 
+import logging
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +24,11 @@ from fledge.files import atomic_directory, read_json, write_json, write_text
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.variants import name_of
 from fledge.models.target.llama import FAMILY as LLAMA
+from fledge.progress import timed
 from fledge.provenance import run_provenance
 from fledge.report.page import page_template
 
+_log = logging.getLogger("fledge.bench")
 _COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "*.model")
 _ENDS = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
 
@@ -66,25 +70,30 @@ def write_inflated(inflation: Inflation, advance: Callable[[], None] = lambda: N
         drafter_config(drafter.config, small.config, config, shape)
     index: dict[str, str] = {}
     sizes: list[int] = []
+    one_at_a_time = threading.Lock()
     with atomic_directory(inflation.destination) as directory:
 
         def write_shard(number: int, tensors: Mapping[str, Tensor]) -> None:
             file = f"model-{number:05d}-of-{config.num_layers + 1:05d}.safetensors"
             named = {LLAMA.stored_name(name): tensor.detach().contiguous() for name, tensor in tensors.items()}
-            save_file(named, directory / file, {"format": "pt"})
-            index.update(dict.fromkeys(named, file))
-            sizes.extend(tensor.nbytes for tensor in named.values())
+            with timed(_log, "shard written"):
+                save_file(named, directory / file, {"format": "pt"})
+            with one_at_a_time:
+                index.update(dict.fromkeys(named, file))
+                sizes.extend(tensor.nbytes for tensor in named.values())
 
         def write_layer(number: int, layer: nn.Module) -> None:
             tensors = stored_tensors(layer)
             write_shard(number + 2, {f"layers.{number}.{name}": tensor for name, tensor in tensors.items()})
-            advance()
+            with one_at_a_time:
+                advance()
 
         cpu, pad = torch.device("cpu"), inflation.pad_vocab
         ends = inflate_target(small, shape, dtype, cpu, pad_vocab=pad, seed=seed, take_layer=write_layer)
         write_shard(1, {name: ends.get_parameter(name) for name in _ENDS})
         metadata = {"total_size": sum(sizes)}
-        write_json(directory / "model.safetensors.index.json", {"metadata": metadata, "weight_map": index})
+        weight_map = dict(sorted(index.items()))  # whatever thread was first
+        write_json(directory / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
         label = {**inflation.label(inflation.source), "layers": layer_places(small.config, config)[:-1]}
         write_json(directory / "config.json", {**hf_config(config, str(dtype)), INFLATED: label})
         write_json(directory / PROVENANCE_FILE, {**run_provenance(), "inflated": inflation.label(inflation.source)})
@@ -94,9 +103,11 @@ def write_inflated(inflation: Inflation, advance: Callable[[], None] = lambda: N
         inflation.write_card(directory, inflation.source, "target", target=small.config, large=config)
     for drafter, name, destination in drafters:
         # Of the large target a drafter needs only its width, dtype and ends.
-        large = inflate_drafter(drafter, small, ends, shape=shape, seed=seed)
+        with timed(_log, "drafter drawn"):
+            large = inflate_drafter(drafter, small, ends, shape=shape, seed=seed)
         label = inflation.label(name)
-        save_drafter(large, destination, provenance={**run_provenance(), "inflated": label})
+        with timed(_log, "drafter written"):
+            save_drafter(large, destination, provenance={**run_provenance(), "inflated": label})
         written = read_json(destination / "config.json") or {}
         write_json(destination / "config.json", {**written, INFLATED: label})
         configs = {"drafter": drafter.config, "target": small.config, "aux": large.config.aux_layer_ids}

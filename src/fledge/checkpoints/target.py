@@ -1,6 +1,7 @@
 """Target models from Hugging Face directories, and back; and what is read there without loading the model."""
 
 import hashlib
+import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -31,7 +32,9 @@ from fledge.models.hf_config import ConfigFields, read_rope, write_layers
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 from fledge.models.target.family import Family
+from fledge.progress import timed
 
+_log = logging.getLogger("fledge.checkpoints")
 # Older checkpoints store the rope frequencies, which follow from the config.
 _IGNORED_TENSOR = "rotary_emb.inv_freq"
 TOKENIZER_FILES = (
@@ -178,7 +181,7 @@ def load_target(
     names = {name: stored for name, stored in names.items() if not name.startswith(ignored)}
     if config.tied_head:
         names.pop("lm_head.weight", None)
-    with without_weights():
+    with timed(_log, "modules built"), without_weights():
         model = TargetModel(replace(config, num_layers=0) if ends_only else config)
     placement = Placement(device=device, dtype=dtype or getattr(torch, config.dtype))
     tied = ("lm_head",) if config.tied_head else ()
@@ -186,7 +189,8 @@ def load_target(
     load_weights(model, files, names, form, placement, tied=tied)
     if config.tied_head:
         model.lm_head.weight = model.embed_tokens.weight
-    _check_finite(model, directory)
+    with timed(_log, "weights checked"):
+        _check_finite(model, directory)
     return model.to(device=device).eval()
 
 

@@ -5,6 +5,7 @@ each group. How the matrix of a linear is stored is the business of its weight f
 """
 
 import importlib
+import logging
 import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,9 +35,11 @@ from fledge.errors import CheckpointError, ConfigError
 from fledge.layers.attention import Attention
 from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
+from fledge.progress import timed
 
 Infos = Mapping[str, TensorInfo]  # by the names that files have for their tensors
 
+_log = logging.getLogger("fledge.checkpoints")
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PRECISE = "e_score_correction_bias"  # decides between experts that are all but equal: float32 whatever the model is in
 
@@ -210,14 +213,12 @@ def load_weights(
     parts, held = _parts(model, names), _held(names, files.infos)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and n not in tied}
     precise = replace(placement, dtype=torch.float32)
-    others = {
-        name: dense_tensor([files.read(names[name])], like, precise if name.endswith(_PRECISE) else placement)
-        for name, like in model.state_dict().items()
-        if name not in parts
-    }
-    model.load_state_dict(others, strict=False, assign=True)
+    others = {name: like for name, like in model.state_dict().items() if name not in parts}
 
-    def fill(name: str) -> nn.Module:
+    def fill(name: str) -> nn.Module | Tensor:
+        if name in others:
+            place = precise if name.endswith(_PRECISE) else placement
+            return dense_tensor([files.read(names[name])], others[name], place)
         empty, tensors = linears[name], []
         for part, rows in parts[f"{name}.weight"].items():
             linear = _stored_linear(part, rows, empty.in_features, names, held)
@@ -225,9 +226,16 @@ def load_weights(
             tensors.append((linear, {kind: files.read(names[f"{part}.{kind}"]) for kind in kinds}))
         return form.linear(empty, tensors, placement)
 
-    for (name, empty), filled in zip(linears.items(), in_threads(fill, linears, placement.device), strict=True):
-        if filled is not empty:
-            model.set_submodule(name, filled)
+    # The largest first: nobody waits at the end for one thread that has embeddings to read.
+    sizes = {name: like.numel() for name, like in others.items()} | {n: m.weight.numel() for n, m in linears.items()}
+    order = sorted(sizes, key=lambda name: -sizes[name])
+    with timed(_log, "weights read", len(order)):
+        filled = dict(zip(order, in_threads(fill, order, placement.device), strict=True))
+    model.load_state_dict({name: filled[name] for name in others}, strict=False, assign=True)
+    for name, empty in linears.items():
+        made = filled[name]
+        if made is not empty and isinstance(made, nn.Module):
+            model.set_submodule(name, made)
 
 
 def stored_tensors(model: nn.Module, *, is_joined: Callable[[str], bool] = lambda _name: False) -> dict[str, Tensor]:

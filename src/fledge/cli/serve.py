@@ -6,7 +6,9 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +22,13 @@ from fledge.errors import ConfigError, NeedsVllmError, nearest_name_hint
 from fledge.files import parse_json
 
 if TYPE_CHECKING:
+    from fledge.server.child import Child
     from fledge.server.options import ServeOptions
     from fledge.server.service import Service
 
 BUNDLED_DEPTH = 5
 _INTERNAL = {"speculative_config", "block_size", "num_blocks", "cudagraph_capture_sizes", "pack_weights", "read_late"}
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "jiter")
 ENGINE_OPTIONS = tuple(one.name for one in fields(EngineConfig) if one.name not in _INTERNAL)
 
 
@@ -92,52 +96,55 @@ def serve(
     EngineConfig(**engine)  # refuses, before anything is loaded, what no engine could do
     template_kwargs = json_object("--default-chat-template-kwargs", default_chat_template_kwargs)
     overrides = json_object("--override-generation-config", override_generation_config)
+    if missing := next((name for name in _PACKAGES if find_spec(name) is None), None):
+        raise ConfigError(f"the server needs the package '{missing}': install it with pip install 'fledge[server]'")
     listener, source = _bind(host, port) if uds is None else _bind_path(uds), model or TARGET
 
-    try:
+    with ExitStack() as starting:
+        child = _begin_child(engine["device"], starting) if backend != "vllm" else None
         from fledge.server.app import Servable, run  # noqa: PLC0415 - torch takes seconds
         from fledge.server.connections import is_loopback  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        message = f"the server needs the package '{error.name}': install it with pip install 'fledge[server]'"
-        raise ConfigError(message) from None
-    set_up_logging(log_format)
-    directory = resolve(source, weights=False)
-    if backend != "vllm" and (reason := _not_run_because(directory)) is not None:
-        if backend == "fledge":
-            raise NeedsVllmError(f"{source}: {reason}")
-        print(f"note: {source}: {reason} (--engine auto: vLLM)", file=sys.stderr)
-        backend = "vllm"
-    by_vllm = backend == "vllm"
-    directory = directory if by_vllm else resolve(source)
-    words = vllm_words(vllm_option or (), bundled_pair=model is None) if by_vllm else []
-    named = vllm_values(words, "--served-model-name") if by_vllm else served_model_name
-    names, is_private = allowed_host or [], is_loopback(host) and uds is None and not keys
-    settings = settings_of(
-        ServeOptions,
-        locals(),
-        served_model_names=tuple(named or (source,)),
-        api_keys=tuple(keys),
-        admin_api_keys=(*(admin_api_key or ()), *filter(None, [os.environ.get("FLEDGE_ADMIN_API_KEY")])),
-        chat_template=template,
-        chat_template_name=None if chat_template is None else Path(chat_template).stem,
-        disable_any_whitespace=_disables_any_whitespace(structured_outputs_config),
-        cors_origins=tuple(_origins(cors_origin or [])),
-        allowed_hosts=() if "*" in names or not (names or is_private) else ("localhost", *names),
-        root_path=root_path.rstrip("/"),
-        default_chat_template_kwargs=template_kwargs,
-        default_sampling={} if by_vllm else _sampling_defaults(directory, generation_config, overrides),
-        seed=engine["seed"],
-    )
-    where = f"port {listener.getsockname()[1]}" if uds is None else uds
-    print(f"loading {source}, to be served at {where}", file=sys.stderr, flush=True)
-    service: Servable
-    if by_vllm:
-        options = VllmOptions(words=words, python=vllm_python, log_file=vllm_log, start_timeout=vllm_start_timeout)
-        service, told = open_front(source, directory, options, settings)
-    else:
-        service, told = _open_service(source, directory, speculation, engine, settings, threads, log_format)
+
+        set_up_logging(log_format)
+        directory = resolve(source, weights=False)
+        if backend != "vllm" and (reason := _not_run_because(directory)) is not None:
+            if backend == "fledge":
+                raise NeedsVllmError(f"{source}: {reason}")
+            print(f"note: {source}: {reason} (--engine auto: vLLM)", file=sys.stderr)
+            backend = "vllm"
+            starting.close()
+        by_vllm = backend == "vllm"
+        directory = directory if by_vllm else resolve(source)
+        words = vllm_words(vllm_option or (), bundled_pair=model is None) if by_vllm else []
+        named = vllm_values(words, "--served-model-name") if by_vllm else served_model_name
+        names, is_private = allowed_host or [], is_loopback(host) and uds is None and not keys
+        settings = settings_of(
+            ServeOptions,
+            locals(),
+            served_model_names=tuple(named or (source,)),
+            api_keys=tuple(keys),
+            admin_api_keys=(*(admin_api_key or ()), *filter(None, [os.environ.get("FLEDGE_ADMIN_API_KEY")])),
+            chat_template=template,
+            chat_template_name=None if chat_template is None else Path(chat_template).stem,
+            disable_any_whitespace=_disables_any_whitespace(structured_outputs_config),
+            cors_origins=tuple(_origins(cors_origin or [])),
+            allowed_hosts=() if "*" in names or not (names or is_private) else ("localhost", *names),
+            root_path=root_path.rstrip("/"),
+            default_chat_template_kwargs=template_kwargs,
+            default_sampling={} if by_vllm else _sampling_defaults(directory, generation_config, overrides),
+            seed=engine["seed"],
+        )
+        where = f"port {listener.getsockname()[1]}" if uds is None else uds
+        print(f"loading {source}, to be served at {where}", file=sys.stderr, flush=True)
+        service: Servable
+        if by_vllm:
+            options = VllmOptions(words=words, python=vllm_python, log_file=vllm_log, start_timeout=vllm_start_timeout)
+            service, told = open_front(source, directory, options, settings)
+        else:
+            service, told = _open_service(source, directory, speculation, engine, settings, threads, log_format, child)
+            starting.pop_all()
     scheme = "http" if ssl_certfile is None else "https"
 
     def ready(bound: int) -> None:
@@ -160,6 +167,17 @@ def serve(
         os._exit(status)  # other threads may be in the middle of what nobody waits for
 
 
+def _begin_child(device: str, starting: ExitStack) -> "Child":
+    """Start the engine's process, which imports what it needs while this one does. It ends with `starting`."""
+    from fledge.server.child import Child  # noqa: PLC0415 - no other command needs it
+
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the server listens for it
+    starting.callback(signal.signal, signal.SIGTERM, before)
+    child = Child(on_gpu=device in ("auto", "cuda"))
+    starting.callback(child.kill)
+    return child
+
+
 def _not_run_because(directory: Path) -> str | None:
     """Why our engine cannot run a target; None: it can."""
     from fledge.checkpoints.target import sketch_target_config  # noqa: PLC0415 - imports torch
@@ -175,22 +193,17 @@ def _open_service(
     settings: "ServeOptions",
     threads: int | None,
     log_format: str,
+    child: "Child | None",
 ) -> tuple["Service", tuple[str, str]]:
-    """Start our engine in a process of its own; return the service, and what it serves and where, in words."""
+    """Have our engine load in the child; return the service, and what it serves and where, in words."""
     from fledge.server.engine_process import EngineProcess  # noqa: PLC0415
     from fledge.server.service import Service  # noqa: PLC0415
 
     drafting = None if speculation is None else asdict(speculation)
     llm = {**engine, "model": str(directory), "speculative_config": drafting}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the server listens for it
-    process = EngineProcess(llm, threads=threads, log_format=log_format)
-    try:
-        process.wait_until_ready()
-        service = Service(process, settings)
-    except BaseException:
-        process.kill()
-        raise
-    info = process.info
+    process = EngineProcess(llm, threads=threads, log_format=log_format, child=child)
+    process.wait_until_ready()
+    service, info = Service(process, settings), process.info
     pair = f"{source}, without a drafter"
     if speculation is not None:
         pair = f"{source} with {speculation.model}, {info.max_depth} drafts deep at most"

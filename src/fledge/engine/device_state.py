@@ -4,6 +4,7 @@ A round reads and writes it without the host in between. The last row belongs to
 what they compute for it goes to block 0 of the caches, which belongs to nobody either.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,9 @@ from fledge.layers.linear import compute_weight
 from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
+from fledge.progress import timed
+
+_log = logging.getLogger("fledge.engine")
 
 DEFAULT_CPU_CACHE_BYTES = 2 * 2**30
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert E4M3
@@ -82,8 +86,9 @@ class DeviceState:
         # Of a token, that there is room for.
         self.drafter_kv_bytes = 0 if drafter is None else _kv_bytes(config, drafter)
         self.num_blocks = config.num_blocks or self._count_blocks(config)
-        self.target_cache = self._make_cache(config, target, batch_invariant=config.batch_invariant)
-        self.drafter_cache = None if drafter is None else self._make_cache(config, drafter)
+        with timed(_log, "caches made", self.num_blocks):
+            self.target_cache = self._make_cache(config, target, batch_invariant=config.batch_invariant)
+            self.drafter_cache = None if drafter is None else self._make_cache(config, drafter)
 
         self.last_token = column(torch.int64)  # chosen, but not yet seen by the target
         self.length = column(torch.int64)  # tokens the target has seen: the position of last_token

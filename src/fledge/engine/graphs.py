@@ -7,6 +7,7 @@ that nobody reads. Long prompts keep the device busy for longer than they take t
 """
 
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from fledge.engine.programs import Program, PromptProgram, RoundProgram
 from fledge.engine.request import Request
 from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import Chunk
+from fledge.progress import timed
+
+_log = logging.getLogger("fledge.engine")
 
 MAX_GRAPHS = 1024  # a bound on graph memory; what comes after it runs without
 PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)  # one at least is padding
@@ -150,10 +154,13 @@ class GraphRunner:
         """Whether an engine is not ready without it: for all of the usual kinds there is one that will do then."""
         if isinstance(program, PromptProgram):
             return (program.tokens, program.chunks) in self._first_prompts and not program.adjusting
+        return self.is_second(program) and program.sizes[0] in {*self._rungs[::2], self._rungs[-1]}
+
+    def is_second(self, program: Program) -> bool:
+        """Whether it comes first of what an engine captures when it is ready: usual rounds, that halve the padding."""
         if not isinstance(program, RoundProgram) or program.admit is not None or program.adjusting:
             return False
-        rungs = self._rungs if program.sampling is SamplingMode.GREEDY else [*self._rungs[::2], self._rungs[-1]]
-        return program.batch in rungs
+        return program.batch in self._rungs
 
     def _unusual(self, programs: Sequence[Program]) -> Iterator[Program]:
         """Those of these where one request's logits are adjusted."""
@@ -254,10 +261,11 @@ class GraphRunner:
         stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            play()
-            stream.synchronize()
+            with timed(_log, "graph played aside"):
+                play()
+                stream.synchronize()
             # Not `torch.cuda.graph`: that gives all free memory back to the device before each of hundreds of graphs.
-            with _without_collecting():
+            with timed(_log, "graph captured"), _without_collecting():
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     outcome = play()
@@ -324,5 +332,4 @@ def _prompt_sizes(max_tokens: int, max_chunks: int) -> Iterator[tuple[int, int]]
 def _first_prompts(sizes: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
     """Of the (tokens, chunks) that there are, those that an engine is ready with: the largest is among them."""
     few = {tokens: chunks for tokens, chunks in sorted(sizes) if tokens in FIRST_TOKENS and chunks <= FIRST_CHUNKS}
-    many = {(least, chunks) for chunks, least in PROMPT_CHUNKS.items() if chunks > FIRST_CHUNKS}
-    return {*few.items(), *many.intersection(sizes), max(sizes)}
+    return {*few.items(), max(sizes)}

@@ -7,6 +7,7 @@ import gc
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
@@ -20,7 +21,7 @@ from fledge.engine.config import EngineConfig, SpeculativeConfig, sampling_defau
 from fledge.engine.constraint import ConstraintFactory, with_token_rules
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.engine import LLMEngine
-from fledge.engine.loading import build_engine, load_own_target
+from fledge.engine.loading import begin_device, build_engine, load_own_target
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
 from fledge.engine.protocol import Engine
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
@@ -51,8 +52,11 @@ class LLM:
             self._set_up(vllm, tokenizer, options.get("seed") or 0, directory)
             return
         directory = resolve(model)
-        target = load_own_target(directory, config)
-        tokenizer = load_tokenizer(directory)
+        begin_device(config.device)
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as aside:  # it is Python, weights are not
+            tokenizer_read = aside.submit(load_tokenizer, directory)
+            target = load_own_target(directory, config)
+            tokenizer = tokenizer_read.result()
         built = build_engine(target, tokenizer, config, model=str(model), directory=directory)
         self._set_up(built, tokenizer, config.seed, directory)
 

@@ -1,6 +1,8 @@
 """A target is loaded, and an engine built around it: its drafter, its end tokens, its graphs."""
 
+import contextlib
 import logging
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from fledge.engine.cost_cache import CostCache
 from fledge.engine.engine import LLMEngine
 from fledge.engine.swap import load_for
 from fledge.errors import ConfigError
+from fledge.kernels._triton import read_own_digest
 from fledge.models.target.decoder import TargetModel
+from fledge.progress import timed
 
 SLOW_DTYPE = (
     "dtype {} on a CPU without packed weights does without the C layers and is 4 to 30 times slower than with them, "
@@ -27,6 +31,24 @@ SLOW_CODES = (
     "for a quarter of the memory"
 )
 _log = logging.getLogger("fledge.engine")
+
+
+def begin_device(name: str) -> None:
+    """Begin, on a thread, what takes a GPU's driver and Triton time and little Python; without one, nothing.
+
+    What fails there fails again, in words, where it is needed.
+    """
+
+    def begin() -> None:
+        with contextlib.suppress(Exception):
+            device = choose_device(name)
+            if device.type == "cuda":
+                with timed(_log, "device begun, aside"):
+                    torch.zeros(1, device=device)
+                with timed(_log, "Triton's digest read, aside"):
+                    read_own_digest()
+
+    threading.Thread(target=begin, name="device", daemon=True).start()
 
 
 def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
@@ -43,7 +65,8 @@ def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
     if device.type == "cpu" and config.kv_cache_dtype in FP8_CACHE_DTYPES:
         warnings.warn(SLOW_CODES.format(config.kv_cache_dtype), stacklevel=3)
     _log.info("loading the target from %s", directory)
-    target = load_target(directory, dtype=dtype, device=device, quantization=config.quantization)
+    with timed(_log, "target loaded"):
+        target = load_target(directory, dtype=dtype, device=device, quantization=config.quantization)
     if rounded is not None:
         _log.info("dtype %s on a CPU: weights are rounded to it, arithmetic is float32", config.dtype)
         for weight in target.parameters():
@@ -62,13 +85,15 @@ def build_engine(
             f"max_model_len: found {config.max_model_len}, allowed is 2 to {limit}, the target's positions"
         )
     speculation = config.speculative_config
-    drafter = None if speculation is None else load_for(speculation, target, directory)
+    with timed(_log, "drafter loaded"):
+        drafter = None if speculation is None else load_for(speculation, target, directory)
     own_end = None if tokenizer is None else tokenizer.eos_token_id
     eos_ids = sorted({*target.config.eos_ids, *(() if own_end is None else (own_end,))})
-    costs = None if drafter is None else CostCache.of(target, drafter, config)
-    engine = LLMEngine(target, drafter, config, model=model, eos_ids=eos_ids, cost_cache=costs)
+    with timed(_log, "engine built"):
+        costs = None if drafter is None else CostCache.of(target, drafter, config)
+        engine = LLMEngine(target, drafter, config, model=model, eos_ids=eos_ids, cost_cache=costs)
     if engine.runner.graphs is not None:
-        with Bars(console=Console(stderr=True), transient=True) as bar:
+        with timed(_log, "warmed up"), Bars(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("capturing CUDA graphs", total=None)
             engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
     return engine

@@ -1,5 +1,6 @@
 """The target's tokenizer and chat template, with errors in words."""
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from fledge.errors import CheckpointError, PromptError
 from fledge.files import read_json
+from fledge.progress import timed
 
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_log = logging.getLogger("fledge.engine")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -20,9 +22,13 @@ def load_tokenizer(directory: Path) -> Any | None:
     """Return the tokenizer, or None when the directory has none (such a model takes and gives token ids)."""
     if not any((directory / name).is_file() for name in _FILES):
         return None
+    with timed(_log, "transformers imported, aside"):  # here: commands without a tokenizer do not wait a second for it
+        from transformers import AutoTokenizer  # noqa: PLC0415
     try:
         config = _config_for(directory)
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=False)  # None: asks
+        with timed(_log, "tokenizer read, aside"):
+            # None: asks
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the file made it stumble over
         reason = str(error).strip().splitlines()
         if "trust_remote_code" in str(error):

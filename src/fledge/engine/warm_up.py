@@ -5,6 +5,7 @@ pass are left to `work_ahead.py`.
 """
 
 import functools
+import logging
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -17,6 +18,9 @@ from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import RoundCosts
 from fledge.engine.programs import Program
 from fledge.engine.runner import Runner
+from fledge.progress import timed
+
+_log = logging.getLogger("fledge.engine")
 
 MEASURING_SECONDS = 3.0  # that warming up takes at most to learn what rounds cost
 MEASURED_ROUNDS = 4  # of each kind, size and arm; the first is left out
@@ -51,20 +55,22 @@ def warm_up(
         cache.recall(costs)
     rounds = [one for one in rounds if costs.latest.age(*one) is None]
     total = len(first) + len(rounds)
-    for done, program in enumerate(first):
-        progress(done, total)
-        assert graphs is not None
-        graphs.capture(program)
-    measure(runner, costs, rounds, lambda done: progress(len(first) + done, total))
-    if rounds and cache is not None:
+    with timed(_log, "graphs captured", len(first)):
+        for done, program in enumerate(first):
+            progress(done, total)
+            assert graphs is not None
+            graphs.capture(program)
+    with timed(_log, "rounds timed") as stage:
+        stage.count = measure(runner, costs, rounds, lambda done: progress(len(first) + done, total))
+    if stage.count and cache is not None:
         cache.keep(costs)
     return programs
 
 
 def measure(
     runner: Runner, costs: RoundCosts, rounds: Sequence[tuple[int, Arm]], progress: Callable[[int], None]
-) -> None:
-    """Time rounds of these sizes and arms, in this order, for as long as `MEASURING_SECONDS`.
+) -> int:
+    """Time rounds of these sizes and arms, in this order, for as long as `MEASURING_SECONDS`; return how many.
 
     It is enough to tell the arms apart before any has run: rounds that run correct it. Those that would run in a graph
     of another size are left out, and rounds of fewer drafts, which are only wanted once it is known how many stand.
@@ -90,3 +96,4 @@ def measure(
             if runner.is_ready_for(batch, arm, kind):
                 table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind))
     progress(len(rounds))
+    return median.cache_info().misses

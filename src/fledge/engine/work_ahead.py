@@ -72,7 +72,10 @@ class WorkAhead:
             _log.warning("capturing graphs ahead failed, and is given up: %s", describe(error), exc_info=error)
 
     def _planned(self, programs: Sequence[Program]) -> Iterator[bool]:
-        """Compile kernels of long prompts, then rounds with prompts, then `programs`; before each, what is wanted."""
+        """Compile kernels of long prompts, capture usual rounds, rounds with prompts, then all of `programs`.
+
+        Before each, what is wanted.
+        """
         graphs = self._runner.graphs
         if graphs is None or not programs:
             return
@@ -81,6 +84,9 @@ class WorkAhead:
         for program in filter(self._can_run, graphs.long_prompts(max_batch=largest, max_tokens=tokens)):
             graphs.run_once(program)
             yield True
+            yield from self._wanted()
+        for program in filter(graphs.is_second, programs):
+            yield from self._capture(program)
             yield from self._wanted()
         for candidate in self._candidates:
             yield from self._measure(candidate)

@@ -38,6 +38,14 @@ __all__ = ["tl", "triton"]  # besides what is defined here
 _cpu_kernels: dict[str, Callable[..., Any]] = {}
 
 
+def read_own_digest() -> None:
+    """Have Triton read its library of 400 MB, whose digest is in the name of every kernel it looks for; once."""
+    if HAS_TRITON:
+        from triton.runtime.cache import triton_key  # noqa: PLC0415 - not public, and elsewhere in other versions
+
+        triton_key()
+
+
 def runs_triton(*tensors: Tensor | None) -> bool:
     """Whether a call on `tensors` goes to the kernel: they are on a GPU and nobody wants a gradient through them."""
     given = [tensor for tensor in tensors if tensor is not None]

@@ -4,8 +4,9 @@
     calls of its `add`, `abort`, `compile`, ...  ------->  between two steps
     RequestUpdates and EngineStats  <--------------------  one message for each step, whatever the number of clients
 
-The parent starts Python with `main` of this file and speaks with it over two pipes of pickled values. Both ends are
-ours; nothing that a client sends is ever unpickled. The child ends when its parent does, whatever way that comes about.
+The parent starts Python with `main` of this file (`child.py`) and speaks with it over two pipes of pickled values. Both
+ends are ours; nothing that a client sends is ever unpickled. The child ends when its parent does, whatever way that
+comes about.
 """
 
 import asyncio
@@ -25,7 +26,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -41,6 +41,7 @@ from fledge.engine.protocol import DeadEngineError, Engine, EngineInfo
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError, FledgeError, describe
 from fledge.evaluation.baseline import Baseline
+from fledge.server.child import Child
 from fledge.server.errors import RequestError
 from fledge.server.request_log import set_up_logging
 from fledge.server.structured import COMPILE_THREADS, Grammar, GrammarCompiler
@@ -60,34 +61,28 @@ def packed(value: Any) -> bytes:
 
 
 class EngineProcess:
-    """The parent's end. Starts the child at once; `wait_until_ready` before anything else, `connect` in the loop."""
+    """The parent's end. The child begins at once; `wait_until_ready` before anything else, `connect` in the loop."""
 
     info: EngineInfo
 
-    def __init__(self, llm: Mapping[str, Any], *, threads: int | None = None, log_format: str = "text") -> None:
-        """`llm`: the arguments of `LLM`, which the child makes."""
+    def __init__(
+        self,
+        llm: Mapping[str, Any],
+        *,
+        threads: int | None = None,
+        log_format: str = "text",
+        child: Child | None = None,
+    ) -> None:
+        """`llm`: the arguments of `LLM`, which the child makes. `child`: one that was started already."""
         self.tokenizer: Any = None
         self._llm = llm
-        (their_commands, our_commands), (our_outputs, their_outputs) = os.pipe(), os.pipe()
-        self._child = self._start(their_commands, their_outputs)
-        self._commands = os.fdopen(our_commands, "wb", buffering=0)
-        self._outputs = Connection(our_outputs, writable=False)
+        child = child or Child()
+        self._child, self._commands, self._outputs = child.process, child.commands, child.outputs
         self._writer: asyncio.WriteTransport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Callable[..., None] = lambda *_output: None
-        self._commands.write(packed((llm, threads, log_format)))
-
-    def _start(self, commands: int, outputs: int) -> Any:
-        """Start the child with its ends of the pipes; return what can be polled, waited for and killed."""
-        # Not with -m: the messages' classes would be those of `__main__` there, and others here.
-        # With -P: what lies in the working directory, a checkpoint's perhaps, is not code of ours.
-        here = str(Path(__file__).parents[2])
-        code = f"import sys; sys.path.append({here!r}); from fledge.server.engine_process import main; "
-        command = [sys.executable, "-P", "-c", f"{code}main({commands}, {outputs})"]
-        child = subprocess.Popen(command, pass_fds=[commands, outputs], stdin=subprocess.DEVNULL)
-        os.close(commands)
-        os.close(outputs)
-        return child
+        with contextlib.suppress(BrokenPipeError):  # it has died already, which `wait_until_ready` tells
+            self._commands.write(packed((llm, threads, log_format)))
 
     def wait_until_ready(self) -> None:
         """Wait for the models to be loaded. Raises what the child could not do, in its words."""
@@ -314,10 +309,11 @@ def main(commands: int, outputs: int) -> None:
         return
     _log.info("the models are loaded; measuring what their rounds cost")
     llm.engine.warm_up(plain=True, acceptance=known_acceptance(llm.engine.info.drafter))
-    gc.collect()
-    gc.freeze()
     with contextlib.suppress(BrokenPipeError):  # the parent went meanwhile, which the end of its commands says too
         writer.send(llm.engine.info)
+    gc.enable()
+    gc.collect()  # while the parent makes its application
+    gc.freeze()
     EngineWorker(llm.engine, llm.tokenizer, reader, writer).run()
     sys.stderr.flush()
     os._exit(0)  # grammars may still be compiled, for nobody

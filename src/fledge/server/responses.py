@@ -8,8 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from fledge.engine.outputs import TokenLogprobs
 from fledge.server.async_engine import Generation, TextDelta
 from fledge.server.parsers import AnswerParser, Delta, whole_message
@@ -18,7 +16,6 @@ from fledge.server.request_log import RequestLogEntry
 
 DONE = b"data: [DONE]\n\n"
 LOWEST = -9999.0  # stands in for minus infinity, which JSON does not have
-_ALPHABET = {spelled: byte for byte, spelled in bytes_to_unicode().items()}  # of byte-level vocabularies
 
 
 def event(value: Any) -> bytes:
@@ -49,11 +46,19 @@ def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
             spelled = str(tokenizer.convert_ids_to_tokens(token))
             if byte := re.fullmatch("<0x(..)>", spelled):  # SentencePiece's byte fallback
                 return text, [int(byte[1], 16)]
-            if set(spelled) <= _ALPHABET.keys():
-                return text, [_ALPHABET[character] for character in spelled]
+            if set(spelled) <= (alphabet := _alphabet()).keys():
+                return text, [alphabet[character] for character in spelled]
         return text, list(text.encode())
 
     return as_id if as_ids or tokenizer is None else look_up
+
+
+@functools.cache
+def _alphabet() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415 - takes a second at the start
+
+    return {spelled: byte for byte, spelled in bytes_to_unicode().items()}
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:

@@ -217,3 +217,26 @@ def test_repeated_draft_ids_are_still_refused_without_the_label(tmp_path: Path) 
     save_drafter(drafter, tmp_path / "drafter")
     with pytest.raises(CheckpointError, match="draft ids for"):
         load_drafter(tmp_path / "drafter", small)
+
+
+def test_layers_that_are_taken_are_those_of_the_whole_model_whichever_thread_makes_them() -> None:
+    small, threads = make_target(), torch.get_num_threads()
+    whole = inflate_target(small, shape(), torch.float32, CPU)
+    taken: dict[int, dict[str, torch.Tensor]] = {}
+
+    def take(index: int, layer: torch.nn.Module) -> None:
+        taken[index] = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+
+    def refuse(index: int, layer: torch.nn.Module) -> None:
+        raise OSError(f"no room for layer {index}, {type(layer).__name__}")
+
+    ends = inflate_target(small, shape(), torch.float32, CPU, take_layer=take)
+    assert sorted(taken) == list(range(whole.config.num_layers))
+    for index, layer in enumerate(whole.layers):
+        for name, tensor in layer.state_dict().items():
+            assert torch.equal(tensor, taken[index][name]), (index, name)
+    assert torch.equal(ends.lm_head.weight, whole.lm_head.weight)
+    assert {parameter.device.type for parameter in ends.layers.parameters()} == {"meta"}
+    with pytest.raises(OSError, match="no room"):
+        inflate_target(small, shape(), torch.float32, CPU, take_layer=refuse)
+    assert torch.get_num_threads() == threads

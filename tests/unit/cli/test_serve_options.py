@@ -2,9 +2,12 @@
 
 import inspect
 import json
+import os
 import re
 import shlex
+import signal
 import socket
+import subprocess
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +24,7 @@ from fledge.cli.main import app
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.vllm_options import ALIASES, FOREIGN, FOREIGN_NOW, HONOURED, VLLM_VERSION
 from fledge.errors import ConfigError
+from fledge.server import child
 from tests.command_line import fledge
 
 # As the articles that announced EAGLE 3.1 print it; the first is one of them word by word.
@@ -327,6 +331,30 @@ def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> N
     assert done.stderr.startswith("error: ")
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_the_engines_process_begins_first_and_ends_with_a_mistake(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It imports what it needs meanwhile, and makes ready the GPU unless another device is asked for."""
+    started: list[tuple[subprocess.Popen[bytes], bool]] = []
+
+    def spawn(commands: int, outputs: int, *, on_gpu: bool) -> subprocess.Popen[bytes]:
+        os.close(commands)
+        os.close(outputs)
+        started.append((subprocess.Popen(["sleep", "60"]), on_gpu))
+        return started[-1][0]
+
+    monkeypatch.setattr(child, "spawn", spawn)
+    before = signal.getsignal(signal.SIGTERM)
+    assert fledge("serve", "no-such-model", "--device", device, cwd=tmp_path).returncode == 2
+    ((process, on_gpu),) = started
+    assert process.returncode == -signal.SIGKILL
+    assert on_gpu == (device == "auto")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert fledge("serve", "no-such-model", "--engine", "vllm", cwd=tmp_path).returncode == 2
+    assert len(started) == 1, "vLLM is a process of its own"
 
 
 def test_without_a_model_the_bundled_pair_is_served() -> None:

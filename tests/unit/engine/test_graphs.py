@@ -108,6 +108,19 @@ def test_rounds_of_fewer_drafts_are_captured_where_they_may_pay() -> None:
     }
 
 
+def test_what_halves_the_padding_of_usual_rounds_comes_first_when_there_is_time() -> None:
+    engine = make_engine(drafts=drafter(), max_num_seqs=12, max_num_batched_tokens=40, graphs=True)
+    engine.warm_up()
+    assert engine.runner.graphs is not None
+    ready = len(engine.runner.graphs.captured)
+    while len(engine.runner.graphs.captured) < ready + 5:
+        assert engine.work_ahead()
+    *halves, other = list(engine.runner.graphs.captured)[ready:]
+    modes = (SamplingMode.GREEDY, SamplingMode.SAMPLED)
+    assert {(one.batch, one.sampling) for one in halves} == {(size, mode) for size in (2, 8) for mode in modes}
+    assert other.batch not in (2, 8)
+
+
 def test_an_engine_is_ready_with_a_few_sizes_and_captures_the_others_when_it_has_time() -> None:
     engine = make_engine(drafts=drafter(), max_num_seqs=12, max_num_batched_tokens=40, graphs=True)
     seen: list[tuple[int, int]] = []
@@ -116,9 +129,9 @@ def test_an_engine_is_ready_with_a_few_sizes_and_captures_the_others_when_it_has
         mode: sorted(key.batch for key in round_keys(engine) if key.sampling is mode)
         for mode in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
     }
-    assert sizes == {SamplingMode.GREEDY: [1, 2, 4, 8, 12], SamplingMode.SAMPLED: [1, 4, 12]}
+    assert sizes == {SamplingMode.GREEDY: [1, 4, 12], SamplingMode.SAMPLED: [1, 4, 12]}
     assert {(key.tokens, key.chunks) for key in prompt_keys(engine)} == {(64, 4)}
-    assert seen == [(done, 9) for done in range(10)]
+    assert seen == [(done, 7) for done in range(8)]
 
     asks = [greedy([2, 3, 4], 10), sampled([5], 9, seed=3), greedy([4], 20), greedy([5, 2], 12)]
     expected = [answer_of(ask)[0] for ask in asks]

@@ -18,6 +18,7 @@ from fledge.engine.controller import AdaptiveDepth
 from fledge.engine.costs import CostTable
 from fledge.errors import ConfigError
 from fledge.evaluation.baseline import Baseline, BaselineCell
+from fledge.server import child
 from fledge.server.async_engine import AsyncEngine
 from fledge.server.engine_process import EngineProcess, known_acceptance, packed
 from fledge.server.errors import RequestError
@@ -41,7 +42,7 @@ def start(**changes: Any) -> EngineProcess:
 @pytest.fixture(name="_forked")
 def _forked_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of this process: for what comes after the start from nothing, which the first test looks at."""
-    monkeypatch.setattr(EngineProcess, "_start", fork_engine)
+    monkeypatch.setattr(child, "spawn", fork_engine)
 
 
 def run(test: Callable[[AsyncEngine, EngineProcess], Awaitable[None]], **options: Any) -> None:

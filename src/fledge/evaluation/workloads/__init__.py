@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-import transformers
 import yaml
 
 from fledge.checkpoints.source import resolve
@@ -120,7 +120,7 @@ def tokenised(workload: Workload, target: str | Path, cache_dir: Path | None = N
     costs time and nothing else.
     """
     directory = resolve(target)
-    key = digest([workload.digest, tokenizer_digests(directory), transformers.__version__])
+    key = digest([workload.digest, tokenizer_digests(directory), version("transformers")])
     path = (cache_dir or cache_directory()) / "tokens" / f"{key}.json"
     kept = (read_json(path) or {}).get(workload.digest)
     if kept is None:

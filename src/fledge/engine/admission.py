@@ -265,7 +265,7 @@ class AdmissionPolicy:
         gains = self._gains.get(depth) if known is None else self._expected(known, is_greedy)
         if gains is None:
             return None
-        full_rate = (1 + gains[-1]) / full.with_host(batch, whole)
+        full_rate = (1 + gains[-1]) / full.with_host(batch, Arm(depth), whole)
         best, best_rate = 1.0, HYSTERESIS * full_rate
         for share, gain in zip(self.budgets.shares, gains[:-1].tolist(), strict=True):
             table = self._costs.get(share)
@@ -275,7 +275,7 @@ class AdmissionPolicy:
                     continue
                 best = share
                 break
-            rate = (1 + gain) / full.with_host(batch, relative * whole)
+            rate = (1 + gain) / full.with_host(batch, Arm(depth), relative * whole)
             if rate > best_rate:
                 best, best_rate = share, rate
         saved = 1 - full_rate / best_rate if best < 1 else 0.0

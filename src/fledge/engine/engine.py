@@ -239,9 +239,9 @@ class LLMEngine:
         self._stats.schedule_seconds += scheduled - started
         self._stats.launch_seconds += launched - scheduled
         self._stats.read_seconds += ended - launched
-        if previous is not None and batch.decoding and not (batch.chunks or previous.batch.chunks):
+        if previous is not None and batch.is_alike(previous.batch):
             seconds = max(ended - started - self._device_seconds, 0.0)
-            self._costs.tables[batch.kind].add_host(batch=len(batch.decoding), seconds=seconds)
+            self._costs.tables[batch.kind].add_host(batch=len(batch.decoding), arm=batch.draft, seconds=seconds)
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: every block, row and request accounted for."""

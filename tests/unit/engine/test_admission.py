@@ -204,7 +204,7 @@ def test_as_many_drafts_are_verified_as_pay() -> None:
     assert _policy(half_dead, lambda _: 2.0).admit(requests, 4, full, unknown) is None, "nothing is saved"
     slower = _table((4, 6.0))
     assert _policy(half_dead, by_rows).admit(requests, 4, slower, unknown) == 32, "all have become slower"
-    slower.add_host(batch=16, seconds=6.0)
+    slower.add_host(batch=16, arm=Arm(4), seconds=6.0)
     assert _policy(half_dead, by_rows).admit(requests, 4, slower, unknown) is None, "the host takes as long"
     policy = _policy(good, by_rows)
     assert policy.admit(requests, 4, full, lambda *_: half_dead) == 32, "these very drafts are known"

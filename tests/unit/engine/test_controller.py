@@ -158,6 +158,34 @@ def test_it_follows_a_load_whose_content_changes(before: float, after: float, wa
     assert speed(AdaptiveDepth(7, 256)) > 1.02 * max(speed(_fixed(depth)) for depth in (0, 1, 3, 7))
 
 
+def test_drafts_that_cost_the_host_more_than_they_save_are_not_drafted() -> None:
+    """The device waits for the host in any case, whose work for a round without drafts is less."""
+    policy, costs = AdaptiveDepth(1, 64), _costs((64, 0, 0.001), (64, 1, 0.0012))
+    requests = [request(draft_until=10**6) for _ in range(64)]
+    arms: list[Arm] = []
+    for _ in range(60):
+        arms.append(policy.choose(requests, costs))
+        costs.add_host(batch=64, arm=arms[-1], seconds=0.010 if arms[-1].depth else 0.006)
+        for i, one in enumerate(requests if arms[-1].depth else ()):
+            policy.observe(one, is_tree=False, drafted=1, accepted=i % 3 == 0)
+        policy.observe_round(arm=arms[-1], seconds=0.010 if arms[-1].depth else 0.006)
+    assert arms[0] == Arm(1)
+    assert set(arms[-8:]) == {PLAIN}
+
+
+def test_a_step_tells_the_host_s_work_of_rounds_like_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launches one and reads the one before it: where one drafts and the other does not, it is of neither kind."""
+    told: list[bool] = []
+    monkeypatch.setattr(CostTable, "add_host", lambda _self, *, batch, arm, seconds: told.append(arm.depth > 0))
+    depths = iter([2] * 8 + [0] * 5 + [2] * 100)
+    policy = engine_cases.AnyDepth(lambda _: next(depths), [0, 2])
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), policy=policy, max_depth=2, read_late=True)
+    engine_cases.greedy([2, 3], 60).submit(engine, "0")
+    engine_cases.run(engine)
+    assert told[:14].count(False) == 4, "of five plain steps"
+    assert engine._costs.tables[RequestKind.GREEDY].cost(1, PLAIN) is not None
+
+
 def test_where_drafting_never_pays_next_to_nothing_is_drafted() -> None:
     world = World(_cpu, lambda _: 0.1)
     world.tokens_per_second(AdaptiveDepth(7, 256), 16, 96 * 16 * 10)

@@ -29,6 +29,7 @@ from fledge.engine.controller import DepthPolicy, make_policy
 from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import RoundCosts
 from fledge.engine.device_state import DeviceState
+from fledge.engine.estimator import Turns
 from fledge.engine.graphs import make_graphs
 from fledge.engine.outputs import RequestUpdate, RoundRecord, TokenLogprobs
 from fledge.engine.passes import DrafterError
@@ -74,6 +75,7 @@ class LLMEngine:
         self._depth_policy = depth_policy or make_policy(config.speculative_config, config.max_num_seqs)
         self._in_flight: Launch | None = None
         self._device_seconds = 0.0  # of the present step, that the host waited for the device or was itself the device
+        self._turns = Turns()
         self._updates: list[RequestUpdate] = []
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._death: DeadEngineError | None = None
@@ -301,10 +303,11 @@ class LLMEngine:
         results = self.runner.read(launch)
         now = time.perf_counter()
         self._device_seconds += results.waited
-        told = len(self._updates)
-        for result in results.requests:
+        is_full = launch.batch.verify.depth and launch.batch.admit is None  # what is admitted is accepted more often
+        told, turns = len(self._updates), self._turns.next(len(results.requests)) if is_full else range(0)
+        for i, result in enumerate(results.requests):
             if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
-                self._updates.append(self._take(result, now, launch.batch))
+                self._updates.append(self._take(result, now, launch.batch, i in turns))
         if launch.batch.verify.depth:
             self._stats.acceptance.count((one.drafted, one.accepted) for one in self._updates[told:])
         for chunk in launch.batch.chunks:
@@ -330,7 +333,7 @@ class LLMEngine:
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")
 
-    def _take(self, result: RequestResult, now: float, batch: ScheduledBatch) -> RequestUpdate:
+    def _take(self, result: RequestResult, now: float, batch: ScheduledBatch, is_observed: bool) -> RequestUpdate:
         request, drafted, accepted = result.request, result.drafted, result.accepted
         request.in_flight -= result.in_flight
         if not result.is_finite:
@@ -344,10 +347,10 @@ class LLMEngine:
         in_step = request.settled >= known - 1  # the drafter has read all that it drafted from
         if drafted:
             request.rounds.append(RoundRecord(known, drafted, accepted))
-        unchosen = drafted if in_step and batch.admit is None else 0  # what is admitted is accepted more often
-        if unchosen or request.finish_reason is not None:
+        observed = drafted if in_step and is_observed else 0
+        if observed or request.finish_reason is not None:
             is_tree = batch.verify.is_tree
-            self._depth_policy.observe(request, is_tree=is_tree, drafted=unchosen, accepted=accepted)
+            self._depth_policy.observe(request, is_tree=is_tree, drafted=observed, accepted=accepted)
         if in_step and result.state_norms:
             self._stats.state_growth = self._stats.state_growth.plus(result.state_norms)
         self._stats.output_tokens += len(tokens)

@@ -21,6 +21,7 @@ REQUEST_MEMORY = 64  # drafts of one request, the same
 REQUEST_PRIOR = 20  # drafts that the others' acceptance is worth in judging one request
 STALE_MEMORY = 24  # rounds that old acceptance is worth once it is tried again after a pause
 MOST = 0.98  # no draft is held to be surer
+OBSERVED_REQUESTS = 32  # of n times as many, every n-th is learned from: each takes time
 
 Array = NDArray[np.float64]
 
@@ -61,6 +62,19 @@ class _DraftCounts:
     def fade(self) -> None:
         self.rates()
         self._counts *= min(1.0, STALE_MEMORY / max(self._counts[0].max(), 1.0))
+
+
+class Turns:
+    """Whose drafts are learned from: everybody's in a round of a few, in those of many some take turns."""
+
+    def __init__(self) -> None:
+        self._rounds = 0  # that were learned from: in step with others, the same would have all turns
+
+    def next(self, requests: int) -> range:
+        """Of as many in the next round that is learned from."""
+        self._rounds += 1
+        every = max(requests // OBSERVED_REQUESTS, 1)
+        return range(self._rounds % every, requests, every)
 
 
 class AcceptanceEstimator:

@@ -15,7 +15,7 @@ from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, FixedDepth, make_policy
 from fledge.engine.costs import MIN_SAMPLES, CostTable
-from fledge.engine.estimator import AcceptanceEstimator
+from fledge.engine.estimator import OBSERVED_REQUESTS, AcceptanceEstimator
 from fledge.engine.request import UNLIMITED, Phase, Request
 from tests import engine_cases
 
@@ -176,7 +176,7 @@ def test_drafts_that_cost_the_host_more_than_they_save_are_not_drafted() -> None
 def test_a_step_tells_the_host_s_work_of_rounds_like_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """It launches one and reads the one before it: where one drafts and the other does not, it is of neither kind."""
     told: list[bool] = []
-    monkeypatch.setattr(CostTable, "add_host", lambda _self, *, batch, arm, seconds: told.append(arm.depth > 0))
+    monkeypatch.setattr(CostTable, "add_host", lambda _, *, arm, **_others: told.append(arm.depth > 0))
     depths = iter([2] * 8 + [0] * 5 + [2] * 100)
     policy = engine_cases.AnyDepth(lambda _: next(depths), [0, 2])
     engine = engine_cases.make_engine(drafts=engine_cases.drafter(), policy=policy, max_depth=2, read_late=True)
@@ -184,6 +184,40 @@ def test_a_step_tells_the_host_s_work_of_rounds_like_the_one_before(monkeypatch:
     engine_cases.run(engine)
     assert told[:14].count(False) == 4, "of five plain steps"
     assert engine._costs.tables[RequestKind.GREEDY].cost(1, PLAIN) is not None
+
+
+@pytest.mark.parametrize("each", [1, 8], ids=["all rounds are full", "each eighth is"])
+def test_it_learns_from_some_requests_of_large_rounds_in_turns(each: int) -> None:
+    """Turns are counted in rounds that are learned from: in step with others, the same would have them all."""
+    seen: Counter[str] = Counter()
+    in_round: list[int] = []
+
+    class Recorder(engine_cases.AnyDepth):
+        def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
+            if drafted:
+                seen[request.id] += 1
+                in_round[-1] += 1
+
+        def observe_round(self, *, arm: Arm, seconds: float) -> None:
+            in_round.append(0)
+
+    count = 4 * OBSERVED_REQUESTS
+    engine = engine_cases.make_engine(
+        drafts=engine_cases.drafter(),
+        policy=Recorder(lambda _: 2, [2]),
+        max_depth=2,
+        max_num_seqs=count,
+        num_blocks=3000,
+    )
+    budget, rounds = engine_cases.verify_share(engine, 1.0), itertools.count()
+    for i in range(count):
+        engine_cases.greedy([2 + i % 3, 3], 48 if each == 1 else 96).submit(engine, str(i))
+    in_round.append(0)
+    while engine.has_unfinished:
+        budget.share = None if next(rounds) % each == 0 else 0.5
+        engine.step()
+    assert max(in_round) < 2 * OBSERVED_REQUESTS
+    assert len(seen) == count, "each has had its turn"
 
 
 def test_where_drafting_never_pays_next_to_nothing_is_drafted() -> None:

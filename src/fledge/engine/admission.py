@@ -33,8 +33,9 @@ from fledge.engine.request import Request
 from fledge.kernels.admit import CERTAIN
 
 REFIT_ROUNDS = 100  # after so many rounds of batches
-REFIT_OUTCOMES = 8192  # or of single requests, the model is fitted again
+REFIT_OUTCOMES = 4096  # or of single requests, the model is fitted again
 WINDOW = 4096  # drafts that it is fitted to, of each kind of request
+MANY = 32  # requests; of n times as many, every n-th round is learned from: each takes time
 RIDGE = 2.0  # drafts that w = 1, b = 0 are worth
 NEWTON_STEPS = 4
 LONGEST_STEP = 1.0
@@ -227,13 +228,15 @@ class AdmissionPolicy:
 
     def observe(self, outcomes: DraftOutcomes) -> bool:
         """Learn from a round; whether the model's coefficients have changed."""
-        depth = outcomes.confidence.shape[1]
+        batch, depth = outcomes.confidence.shape
         self._rounds += 1
-        if self._rounds % GAIN_EVERY == 0 and self.budgets.sizes(len(outcomes.drafted), depth):
+        every = max(batch // MANY, 1)
+        if self._rounds % max(GAIN_EVERY, every) == 0 and self.budgets.sizes(batch, depth):
             gains = self._expected(outcomes.confidence, outcomes.is_greedy)
             before = self._gains.get(depth, gains)
             self._gains[depth] = before + GAIN_SMOOTHING * (gains - before)
-        return self.model.observe(outcomes)
+        # Whole turns of `FULL_EVERY`: a full round is in each of them.
+        return self._rounds // FULL_EVERY % every == 0 and self.model.observe(outcomes)
 
     def observe_cost(self, batch: int, depth: int, admit: int, seconds: float, full: CostTable) -> None:
         """Learn how long a round took that was to verify `admit` drafts, beside `full` ones of its kind."""

@@ -216,6 +216,28 @@ def test_as_many_drafts_are_verified_as_pay() -> None:
     assert policy.admit(requests, 4, full, lambda *_: half_dead) == 32, "the device does"
 
 
+@pytest.mark.parametrize("batch", [32, 64, 128, 256])
+def test_some_of_the_full_rounds_of_many_requests_are_learned_from_and_some_of_the_others(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both come in step, so it must not always be the same ones."""
+    policy, requests, full = AdmissionPolicy(4, BUDGETS), _requests(batch), CostTable()
+    for _ in range(MIN_SAMPLES):
+        full.add(batch=batch, arm=Arm(4), seconds=2.0)
+    half_dead = np.full((batch, 4), 0.95, dtype=np.float32)
+    half_dead[batch // 2 :] = 0.02
+    learned: Counter[bool] = Counter()
+    monkeypatch.setattr(policy.model, "observe", lambda _outcomes: learned.update([is_full]))
+    for number in range(512):
+        is_full = number % 8 == 0
+        if is_full:
+            assert policy.admit(requests, 4, full, lambda *_: half_dead) is None
+        all_of = np.full(batch, 4)
+        policy.observe(DraftOutcomes(half_dead, all_of, all_of, np.ones(batch, dtype=np.bool_)))
+    assert learned[True] == 512 // 8 // (batch // 32)
+    assert learned[False] == 7 * learned[True]
+
+
 def test_rounds_that_may_pay_are_timed_and_full_ones_stay_among_them() -> None:
     half_dead = np.full((16, 4), 0.95, dtype=np.float32)
     half_dead[8:] = 0.02

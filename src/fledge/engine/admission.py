@@ -203,11 +203,6 @@ class _Fit:
         return np.bincount(self.depth, values, self.max_depth).astype(np.float64)
 
 
-def may_admit(requests: Sequence[Request]) -> bool:
-    """Whether rounds of these may verify some drafts only: what is chosen is not the host's business."""
-    return not any(request.needs_host for request in requests)
-
-
 class AdmissionPolicy:
     """Chooses how many drafts of the next round are verified. Asked before every round, so it must be quick.
 
@@ -253,7 +248,7 @@ class AdmissionPolicy:
         full: CostTable,
         confidence: Callable[[Sequence[Request], int], NDArray[np.float32] | None],
     ) -> int | None:
-        """Return how many drafts to verify; None: all. `full` are the costs of full rounds.
+        """Return how many drafts to verify; None: all. `full` are the costs of full rounds. No request needs the host.
 
         `confidence` tells that of the drafts themselves, [requests, depth], if it is known and none of them was drawn.
         """
@@ -261,11 +256,8 @@ class AdmissionPolicy:
         whole = full.device_cost(batch, Arm(depth))
         if whole is None or self._rounds % FULL_EVERY == 0 or not self.budgets.sizes(batch, depth):
             return None
-        if not may_admit(requests):
-            return None
-        is_greedy = np.array([request.kind is RequestKind.GREEDY for request in requests])
         known = confidence(requests, depth)
-        gains = self._gains.get(depth) if known is None else self._expected(known, is_greedy)
+        gains = self._gains.get(depth) if known is None else self._expected(known, are_greedy(requests))
         if gains is None:
             return None
         full_rate = (1 + gains[-1]) / full.with_host(batch, Arm(depth), whole)
@@ -292,6 +284,11 @@ class AdmissionPolicy:
         sizes = [math.ceil(share * survival.size) for share in (*self.budgets.shares, 1.0)]
         expected: Floats = survival.cumsum()[np.array(sizes) - 1] / len(confidence)
         return expected
+
+
+def are_greedy(requests: Sequence[Request]) -> NDArray[np.bool_]:
+    """[requests]"""
+    return np.array([request.kind is RequestKind.GREEDY for request in requests])
 
 
 def log_odds(confidence: NDArray[np.float32] | Sequence[float]) -> Floats:

@@ -274,6 +274,8 @@ class LLMEngine:
             return replace(batch, is_mixed=True)
         if self.admission is None or not requests or not arm.depth or arm.is_tree or arm != batch.draft:
             return batch
+        if batch.needs_host:  # what the host chooses it chooses of all drafts
+            return batch
         return self.runner.admitting(batch, self.admission.admit(requests, arm.depth, costs, self.runner.confidence))
 
     def _launch(self, batch: ScheduledBatch) -> Launch:

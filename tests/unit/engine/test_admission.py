@@ -13,6 +13,7 @@ from scipy import stats
 from fledge.decoding.drafter_statistics import BINS
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.sampling import SamplingRows, distribution
+from fledge.engine.adjustments import SLOTS
 from fledge.engine.admission import REFIT_ROUNDS, AcceptanceModel, AdmissionPolicy, Budgets, DraftOutcomes
 from fledge.engine.arms import Arm
 from fledge.engine.costs import MIN_SAMPLES, CostTable
@@ -210,10 +211,20 @@ def test_as_many_drafts_are_verified_as_pay() -> None:
     assert policy.admit(requests, 4, full, lambda *_: half_dead) == 32, "these very drafts are known"
     assert policy.admit(requests[:8], 4, full, unknown) is None, "a few rows more cost nothing"
     assert policy.admit(requests, 4, CostTable(), unknown) is None, "full rounds come first"
-    requests[3].adjusts = True
-    assert policy.admit(requests, 4, full, lambda *_: half_dead) is None, "the host adjusts its logits"
-    requests[3].slot = 0
-    assert policy.admit(requests, 4, full, lambda *_: half_dead) == 32, "the device does"
+
+
+def test_while_the_host_chooses_for_somebody_all_drafts_are_verified() -> None:
+    asks = [engine_cases.greedy([2 + i % 3, 3], 8 if i else 20, presence_penalty=0.5) for i in range(SLOTS + 1)]
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), max_num_seqs=SLOTS + 1)
+    budget = engine_cases.verify_share(engine, 0.5)
+    requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
+    while engine.has_unfinished:
+        needs_host, before = any(one.needs_host for one in engine.scheduler.running), budget.rounds.total()
+        engine.step()
+        assert not needs_host or budget.rounds.total() == before
+    assert budget.rounds[True] > 0, "the device has room for the last one"
+    for ask, request in zip(asks, requests, strict=True):
+        assert request.output == engine_cases.answer_of(ask)[0]
 
 
 @pytest.mark.parametrize("batch", [32, 64, 128, 256])

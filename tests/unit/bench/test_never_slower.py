@@ -57,7 +57,7 @@ def test_a_cell_has_the_arms_that_may_be_its_best() -> None:
 
 
 def test_a_run_that_was_ended_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out = tmp_path / "new" / "out.json"
     with pytest.raises(KeyboardInterrupt):
         _run(monkeypatch, 7, "--out", str(out))
     kept = read_json(out)
@@ -75,6 +75,13 @@ def test_a_run_that_was_ended_goes_on_where_it_was(monkeypatch: pytest.MonkeyPat
     assert not _run(monkeypatch, 0, "--out", str(out)).done
     with pytest.raises(SystemExit, match="other arguments"):
         _run(monkeypatch, 0, "--out", str(out), "--max-tokens", "7")
+
+
+def test_what_is_named_first_is_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from never_slower import arguments, cells_of  # type: ignore[import-not-found, unused-ignore]
+
+    monkeypatch.setattr(sys, "argv", ["never_slower.py", *ARGUMENTS, "--concurrency", "256,1", "--changing"])
+    assert [cell.label["concurrency"] for cell in cells_of(arguments())] == [*[256] * 4, "4, 256, 16", *[1] * 4]
 
 
 def test_no_run_begins_when_time_is_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

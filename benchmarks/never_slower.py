@@ -207,15 +207,19 @@ def numbers(text: str) -> list[int]:
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """By concurrency, in the order given; the changing load behind the first, as time may not be enough for all."""
+    """By concurrency, in the order given, as time may not be enough for all; the changing load behind the first.
+
+    Content changes once for each: workloads go back and forth.
+    """
     sizes, workloads, deepest = numbers(args.concurrency), args.workloads.split(","), max(numbers(args.depths))
     most = max(sizes)
     bounds = dict(zip(sizes, numbers(args.deepest), strict=True)) if args.deepest else dict.fromkeys(sizes, deepest)
     temperatures = [float(temperature) for temperature in args.temperatures.split(",")]
     cells = []
-    for size, temperature, workload in itertools.product(sizes, temperatures, workloads):
+    for number, size in enumerate(sizes):
         count = max(round(args.generations * size), args.least)
-        cells.append(Cell((Phase(workload, temperature, size, count),), bounds[size]))
+        for workload, temperature in itertools.product(workloads[:: -1 if number % 2 else 1], temperatures):
+            cells.append(Cell((Phase(workload, temperature, size, count),), bounds[size]))
     if args.changing:
         phases = (
             Phase(workloads[-1], 0.0, min(4, most), 16),

@@ -81,7 +81,9 @@ def test_what_is_named_first_is_measured_first(monkeypatch: pytest.MonkeyPatch) 
     from never_slower import arguments, cells_of  # type: ignore[import-not-found, unused-ignore]
 
     monkeypatch.setattr(sys, "argv", ["never_slower.py", *ARGUMENTS, "--concurrency", "256,1", "--changing"])
-    assert [cell.label["concurrency"] for cell in cells_of(arguments())] == [*[256] * 4, "4, 256, 16", *[1] * 4]
+    cells = [(cell.label["concurrency"], cell.label["workload"]) for cell in cells_of(arguments())]
+    many, one = [(256, "humaneval")] * 2 + [(256, "mt_bench")] * 2, [(1, "mt_bench")] * 2 + [(1, "humaneval")] * 2
+    assert cells == [*many, ("4, 256, 16", "changing"), *one]
 
 
 def test_no_run_begins_when_time_is_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -305,8 +305,9 @@ class LLMEngine:
         results = self.runner.read(launch)
         now = time.perf_counter()
         self._device_seconds += results.waited
-        is_full = launch.batch.verify.depth and launch.batch.admit is None  # what is admitted is accepted more often
-        told, turns = len(self._updates), self._turns.next(len(results.requests)) if is_full else range(0)
+        told, turns, is_full = len(self._updates), range(0), launch.batch.admit is None
+        if launch.batch.verify.depth:  # what is admitted is accepted more often
+            turns = self._turns.next(len(results.requests), is_full=is_full)
         for i, result in enumerate(results.requests):
             if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
                 self._updates.append(self._take(result, now, launch.batch, i in turns))

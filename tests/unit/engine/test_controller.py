@@ -15,7 +15,7 @@ from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, FixedDepth, make_policy
 from fledge.engine.costs import MIN_SAMPLES, CostTable
-from fledge.engine.estimator import OBSERVED_REQUESTS, AcceptanceEstimator
+from fledge.engine.estimator import OBSERVED_REQUESTS, AcceptanceEstimator, Turns
 from fledge.engine.request import UNLIMITED, Phase, Request
 from tests import engine_cases
 
@@ -186,22 +186,35 @@ def test_a_step_tells_the_host_s_work_of_rounds_like_the_one_before(monkeypatch:
     assert engine._costs.tables[RequestKind.GREEDY].cost(1, PLAIN) is not None
 
 
-@pytest.mark.parametrize("each", [1, 8], ids=["all rounds are full", "each eighth is"])
-def test_it_learns_from_some_requests_of_large_rounds_in_turns(each: int) -> None:
-    """Turns are counted in rounds that are learned from: in step with others, the same would have them all."""
+@pytest.mark.parametrize(("rate", "drafts"), [(0.8, True), (0.1, False)], ids=["they stand", "they do not"])
+def test_of_many_requests_a_round_is_drafted_before_drafting_for_them_is_given_up(rate: float, drafts: bool) -> None:
+    """By what is held of drafts before any was seen, none would be worth their cost here."""
+    policy, costs = AdaptiveDepth(1, 256), _costs((4, 0, 0.001), (4, 1, 0.0018), (256, 0, 0.010), (256, 1, 0.0165))
+    assert policy.choose([request(draft_until=10**6) for _ in range(4)], costs) == PLAIN, "a few are left to it"
+    requests, chance = [request(draft_until=10**6) for _ in range(256)], random.Random(0)
+    arms = []
+    for _ in range(8):
+        arms.append(policy.choose(requests, costs))
+        for one in requests[:32] if arms[-1].depth else ():
+            policy.observe(one, is_tree=False, drafted=1, accepted=chance.random() < rate)
+        policy.observe_round(arm=arms[-1], seconds=0.01)
+    assert arms[0] == Arm(1)
+    assert set(arms[1:]) == {Arm(1) if drafts else PLAIN}, "decided as soon as it was seen"
+
+
+def test_it_learns_from_some_requests_of_large_rounds_in_turns() -> None:
     seen: Counter[str] = Counter()
-    in_round: list[int] = []
+    rounds = 0
 
     class Recorder(engine_cases.AnyDepth):
         def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
-            if drafted:
-                seen[request.id] += 1
-                in_round[-1] += 1
+            seen[request.id] += drafted > 0
 
         def observe_round(self, *, arm: Arm, seconds: float) -> None:
-            in_round.append(0)
+            nonlocal rounds
+            rounds += 1
 
-    count = 4 * OBSERVED_REQUESTS
+    count = 2 * OBSERVED_REQUESTS
     engine = engine_cases.make_engine(
         drafts=engine_cases.drafter(),
         policy=Recorder(lambda _: 2, [2]),
@@ -209,15 +222,25 @@ def test_it_learns_from_some_requests_of_large_rounds_in_turns(each: int) -> Non
         max_num_seqs=count,
         num_blocks=3000,
     )
-    budget, rounds = engine_cases.verify_share(engine, 1.0), itertools.count()
     for i in range(count):
-        engine_cases.greedy([2 + i % 3, 3], 48 if each == 1 else 96).submit(engine, str(i))
-    in_round.append(0)
-    while engine.has_unfinished:
-        budget.share = None if next(rounds) % each == 0 else 0.5
-        engine.step()
-    assert max(in_round) < 2 * OBSERVED_REQUESTS
+        engine_cases.greedy([2 + i % 3, 3], 48).submit(engine, str(i))
+    engine_cases.run(engine)
+    assert seen.total() < 2 * OBSERVED_REQUESTS * rounds
+    assert min(seen.values()) > 0
     assert len(seen) == count, "each has had its turn"
+
+
+@pytest.mark.parametrize("requests", [1, 4, 64, 128, 256])
+@pytest.mark.parametrize("each", [1, 2, 8])
+def test_as_many_are_learned_from_on_average_however_seldom_a_round_is_full(requests: int, each: int) -> None:
+    """In step with full rounds, the same would have all turns."""
+    turns = Turns()
+    rounds = [turns.next(requests, is_full=number % each == 0) for number in range(512)]
+    seen = Counter(itertools.chain.from_iterable(rounds))
+    assert len(seen) == requests
+    assert max(seen.values()) - min(seen.values()) <= 1
+    assert requests > 127 or all(len(one) == requests for one in rounds[::each]), "of a few, always all"
+    assert seen.total() == pytest.approx(512 * min(requests / each, OBSERVED_REQUESTS), rel=0.04)
 
 
 def test_where_drafting_never_pays_next_to_nothing_is_drafted() -> None:

@@ -35,6 +35,7 @@ WORTH_MEASURING = 0.6  # the same where their cost at such a batch is only a gue
 MEAN_ANSWER = 128.0  # tokens that an answer has still to come, until answers have ended
 OTHER_KIND_SHARE = 0.03  # of the rounds, in which a request drafts in the way that is not held to be the better one
 MANY = 64  # requests: one round of so many tells enough of their drafts, so that nothing is left to a guess
+MOST_NEW_ROUNDS = 24  # that are drafted for this, of all kinds together: some may have drafts that tell nothing
 EVERY = 4  # steps between decisions for fewer, unless the batch has changed; twice as many for more
 JUDGED_REQUESTS = 32  # of n times as many, a decision looks at every n-th: each takes time
 
@@ -165,6 +166,7 @@ class AdaptiveDepth:
         self._trial: Arm | None = None  # what is being tried instead
         self._since_change = DWELL
         self._is_new = False  # many requests whose kind has hardly drafted: no guess decides that nothing is drafted
+        self._new_rounds = 0  # that this held for
         self._batch = 0
 
     def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
@@ -177,6 +179,7 @@ class AdaptiveDepth:
     def observe_round(self, *, arm: Arm, seconds: float) -> None:
         self._since_change += 1
         self._rounds += 1
+        self._new_rounds += self._is_new
         self._other_kind_rounds += self._other_kind is not None and self._other_kind.phase is not Phase.FINISHED
         if self._credit is not None:
             self._credit += TRIAL_SHARE * seconds
@@ -239,7 +242,8 @@ class AdaptiveDepth:
         catch_up = self._catch_up_seconds(judged, share, plain, costs)
         best = max(rates, key=lambda arm: rates[arm])
         is_cheap = batch >= MANY and catch_up <= FIRST_CREDIT * plain and rates[drafting] > WORTH_TRYING * rates[best]
-        self._is_new = is_cheap and not self._acceptance.has_seen(judged, TRIAL_OBSERVATIONS)
+        is_known = self._new_rounds >= MOST_NEW_ROUNDS or self._acceptance.has_seen(judged, TRIAL_OBSERVATIONS)
+        self._is_new = is_cheap and not is_known
         best = drafting if self._is_new else best
         reason = "best"
         if self._current not in rates or (self._is_new and not self._current.depth):

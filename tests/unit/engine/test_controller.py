@@ -202,6 +202,16 @@ def test_of_many_requests_a_round_is_drafted_before_drafting_for_them_is_given_u
     assert set(arms[1:]) == {Arm(1) if drafts else PLAIN}, "decided as soon as it was seen"
 
 
+def test_requests_whose_drafts_tell_nothing_are_not_drafted_for_on_and_on() -> None:
+    policy, costs = AdaptiveDepth(1, 256), _costs((256, 0, 0.010), (256, 1, 0.0165))
+    requests, arms = [request(draft_until=10**6) for _ in range(256)], []
+    for _ in range(50):
+        arms.append(policy.choose(requests, costs))
+        policy.observe_round(arm=arms[-1], seconds=0.01)
+    assert arms[0] == Arm(1)
+    assert arms[-1] == PLAIN
+
+
 def test_it_learns_from_some_requests_of_large_rounds_in_turns() -> None:
     seen: Counter[str] = Counter()
     rounds = 0

@@ -1,6 +1,6 @@
 """Is the controller ever slower than the best fixed depth, or than no drafting? One engine, all arms, one run.
 
-    python benchmarks/never_slower.py --shape 8b --concurrency 1,4,16,64,256 --deepest 7,7,5,3,3 --changing \
+    python benchmarks/never_slower.py --shape 8b --concurrency 256,64,16,4,1 --deepest 3,3,5,7,7 --changing \
         --seconds 235 --out never-slower.json
 
 Arms: no drafting, fixed depths (`K=3`; `K=3 drawn` with sampled drafts, where something is sampled), with `--tree WxN`
@@ -150,6 +150,8 @@ class Results:
     def __init__(self, path: Path | None, arguments: dict[str, Any]) -> None:
         """Go on with what is there. Exits if that was measured in another way."""
         self._path, self._arguments = path, arguments
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
         found = None if path is None else read_json(path)
         if found is not None and found["arguments"] != arguments:
             sys.exit(f"{path} was measured with other arguments: {found['arguments']}; give another --out")
@@ -163,11 +165,14 @@ class Results:
         self._cells.append({**label, "speeds": {}, "acceptance_length": {}})
         return self._cells[-1]
 
-    def write(self) -> None:
+    @property
+    def worst(self) -> dict[str, float | None]:
         compared = [record for record in self._cells if "to_best" in record]
-        worst = {what: min((record[what] for record in compared), default=None) for what in ("to_best", "to_none")}
+        return {what: min((record[what] for record in compared), default=None) for what in ("to_best", "to_none")}
+
+    def write(self) -> None:
         if self._path is not None:
-            write_json(self._path, {"arguments": self._arguments, "cells": self._cells, "worst": worst})
+            write_json(self._path, {"arguments": self._arguments, "cells": self._cells, "worst": self.worst})
 
 
 def arguments() -> argparse.Namespace:
@@ -202,22 +207,26 @@ def numbers(text: str) -> list[int]:
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """The changing load first: it is what nobody can choose a fixed arm for."""
+    """By concurrency, in the order given, as time may not be enough for all; the changing load behind the first.
+
+    Content changes once for each: workloads go back and forth.
+    """
     sizes, workloads, deepest = numbers(args.concurrency), args.workloads.split(","), max(numbers(args.depths))
     most = max(sizes)
     bounds = dict(zip(sizes, numbers(args.deepest), strict=True)) if args.deepest else dict.fromkeys(sizes, deepest)
+    temperatures = [float(temperature) for temperature in args.temperatures.split(",")]
     cells = []
+    for number, size in enumerate(sizes):
+        count = max(round(args.generations * size), args.least)
+        for workload, temperature in itertools.product(workloads[:: -1 if number % 2 else 1], temperatures):
+            cells.append(Cell((Phase(workload, temperature, size, count),), bounds[size]))
     if args.changing:
         phases = (
             Phase(workloads[-1], 0.0, min(4, most), 16),
             Phase(workloads[-1], 1.0, most, round(1.5 * most)),
             Phase(workloads[0], 0.0, min(16, most), 64),
         )
-        cells.append(Cell(phases, min(deepest, 3)))
-    temperatures = [float(temperature) for temperature in args.temperatures.split(",")]
-    for temperature, workload, size in itertools.product(temperatures, workloads, sizes):
-        count = max(round(args.generations * size), args.least)
-        cells.append(Cell((Phase(workload, temperature, size, count),), bounds[size]))
+        cells.insert(len(temperatures) * len(workloads), Cell(phases, min(deepest, 3)))
     return cells
 
 
@@ -325,6 +334,7 @@ def main() -> None:
             record["choice"] = adaptive.choice and adaptive.choice._asdict()
             compare(record)
         results.write()
+    print(f"worst cells: {results.worst}, after {time.perf_counter() - began:.0f} s")
 
 
 def compare(record: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
-from fledge.engine.admission import AdmissionPolicy, Budgets, may_admit
+from fledge.engine.admission import AdmissionPolicy, Budgets
 from fledge.engine.arms import PLAIN, Acceptance, Arm
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.constraint import TokenConstraint
@@ -275,7 +275,7 @@ class AnyBudget(AdmissionPolicy):
         self.rounds: Counter[bool] = Counter()  # by whether some drafts only were admitted
 
     def admit(self, requests: Sequence[Request], depth: int, *_: object) -> int | None:
-        is_ragged = self.share is not None and may_admit(requests)
+        is_ragged = self.share is not None
         self.rounds[is_ragged] += 1
         return int((self.share or 0) * len(requests) * depth) if is_ragged else None
 

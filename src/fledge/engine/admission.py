@@ -33,8 +33,9 @@ from fledge.engine.request import Request
 from fledge.kernels.admit import CERTAIN
 
 REFIT_ROUNDS = 100  # after so many rounds of batches
-REFIT_OUTCOMES = 8192  # or of single requests, the model is fitted again
+REFIT_OUTCOMES = 4096  # or of single requests, the model is fitted again
 WINDOW = 4096  # drafts that it is fitted to, of each kind of request
+MANY = 32  # requests; of n times as many, every n-th round is learned from: each takes time
 RIDGE = 2.0  # drafts that w = 1, b = 0 are worth
 NEWTON_STEPS = 4
 LONGEST_STEP = 1.0
@@ -202,11 +203,6 @@ class _Fit:
         return np.bincount(self.depth, values, self.max_depth).astype(np.float64)
 
 
-def may_admit(requests: Sequence[Request]) -> bool:
-    """Whether rounds of these may verify some drafts only: what is chosen is not the host's business."""
-    return not any(request.needs_host for request in requests)
-
-
 class AdmissionPolicy:
     """Chooses how many drafts of the next round are verified. Asked before every round, so it must be quick.
 
@@ -227,13 +223,15 @@ class AdmissionPolicy:
 
     def observe(self, outcomes: DraftOutcomes) -> bool:
         """Learn from a round; whether the model's coefficients have changed."""
-        depth = outcomes.confidence.shape[1]
+        batch, depth = outcomes.confidence.shape
         self._rounds += 1
-        if self._rounds % GAIN_EVERY == 0 and self.budgets.sizes(len(outcomes.drafted), depth):
+        every = max(batch // MANY, 1)
+        if self._rounds % max(GAIN_EVERY, every) == 0 and self.budgets.sizes(batch, depth):
             gains = self._expected(outcomes.confidence, outcomes.is_greedy)
             before = self._gains.get(depth, gains)
             self._gains[depth] = before + GAIN_SMOOTHING * (gains - before)
-        return self.model.observe(outcomes)
+        # Whole turns of `FULL_EVERY`: a full round is in each of them.
+        return self._rounds // FULL_EVERY % every == 0 and self.model.observe(outcomes)
 
     def observe_cost(self, batch: int, depth: int, admit: int, seconds: float, full: CostTable) -> None:
         """Learn how long a round took that was to verify `admit` drafts, beside `full` ones of its kind."""
@@ -250,7 +248,7 @@ class AdmissionPolicy:
         full: CostTable,
         confidence: Callable[[Sequence[Request], int], NDArray[np.float32] | None],
     ) -> int | None:
-        """Return how many drafts to verify; None: all. `full` are the costs of full rounds.
+        """Return how many drafts to verify; None: all. `full` are the costs of full rounds. No request needs the host.
 
         `confidence` tells that of the drafts themselves, [requests, depth], if it is known and none of them was drawn.
         """
@@ -258,14 +256,11 @@ class AdmissionPolicy:
         whole = full.device_cost(batch, Arm(depth))
         if whole is None or self._rounds % FULL_EVERY == 0 or not self.budgets.sizes(batch, depth):
             return None
-        if not may_admit(requests):
-            return None
-        is_greedy = np.array([request.kind is RequestKind.GREEDY for request in requests])
         known = confidence(requests, depth)
-        gains = self._gains.get(depth) if known is None else self._expected(known, is_greedy)
+        gains = self._gains.get(depth) if known is None else self._expected(known, are_greedy(requests))
         if gains is None:
             return None
-        full_rate = (1 + gains[-1]) / full.with_host(batch, whole)
+        full_rate = (1 + gains[-1]) / full.with_host(batch, Arm(depth), whole)
         best, best_rate = 1.0, HYSTERESIS * full_rate
         for share, gain in zip(self.budgets.shares, gains[:-1].tolist(), strict=True):
             table = self._costs.get(share)
@@ -275,7 +270,7 @@ class AdmissionPolicy:
                     continue
                 best = share
                 break
-            rate = (1 + gain) / full.with_host(batch, relative * whole)
+            rate = (1 + gain) / full.with_host(batch, Arm(depth), relative * whole)
             if rate > best_rate:
                 best, best_rate = share, rate
         saved = 1 - full_rate / best_rate if best < 1 else 0.0
@@ -289,6 +284,11 @@ class AdmissionPolicy:
         sizes = [math.ceil(share * survival.size) for share in (*self.budgets.shares, 1.0)]
         expected: Floats = survival.cumsum()[np.array(sizes) - 1] / len(confidence)
         return expected
+
+
+def are_greedy(requests: Sequence[Request]) -> NDArray[np.bool_]:
+    """[requests]"""
+    return np.array([request.kind is RequestKind.GREEDY for request in requests])
 
 
 def log_odds(confidence: NDArray[np.float32] | Sequence[float]) -> Floats:

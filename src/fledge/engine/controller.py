@@ -34,7 +34,10 @@ WORTH_TRYING = 0.92  # arms with a rate further below the best one's are not tri
 WORTH_MEASURING = 0.6  # the same where their cost at such a batch is only a guess
 MEAN_ANSWER = 128.0  # tokens that an answer has still to come, until answers have ended
 OTHER_KIND_SHARE = 0.03  # of the rounds, in which a request drafts in the way that is not held to be the better one
-EVERY = 4  # steps between decisions for up to 32 requests, unless the batch has changed; each request takes time
+MANY = 64  # requests: one round of so many tells enough of their drafts, so that nothing is left to a guess
+MOST_NEW_ROUNDS = 24  # that are drafted for this, of all kinds together: some may have drafts that tell nothing
+EVERY = 4  # steps between decisions for fewer, unless the batch has changed; twice as many for more
+JUDGED_REQUESTS = 32  # of n times as many, a decision looks at every n-th: each takes time
 
 _SAMPLED = {True: RequestKind.SAMPLED_DRAFTS, False: RequestKind.SAMPLED}
 
@@ -162,6 +165,8 @@ class AdaptiveDepth:
         self._current = self._first
         self._trial: Arm | None = None  # what is being tried instead
         self._since_change = DWELL
+        self._is_new = False  # many requests whose kind has hardly drafted: no guess decides that nothing is drafted
+        self._new_rounds = 0  # that this held for
         self._batch = 0
 
     def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
@@ -174,6 +179,7 @@ class AdaptiveDepth:
     def observe_round(self, *, arm: Arm, seconds: float) -> None:
         self._since_change += 1
         self._rounds += 1
+        self._new_rounds += self._is_new
         self._other_kind_rounds += self._other_kind is not None and self._other_kind.phase is not Phase.FINISHED
         if self._credit is not None:
             self._credit += TRIAL_SHARE * seconds
@@ -209,10 +215,10 @@ class AdaptiveDepth:
         batch = min(len(requests), self._max_num_seqs)
         self._steps += 1
         has_changed = not 0.8 * self._batch <= batch <= 1.25 * self._batch
-        if has_changed or self._steps % _every(batch) == 0 or self.choice is None:
+        if has_changed or self._is_new or self._steps % _every(batch) == 0 or self.choice is None:
             self._batch = batch
             arms = [arm for arm in self.arms if arm.is_tree or arm.depth <= wanted]
-            self._decide(list(itertools.islice(requests, batch)), costs, arms, at_once=has_changed)
+            self._decide(list(itertools.islice(requests, batch)), costs, arms, at_once=has_changed or self._is_new)
         chosen = self._current if self._trial is None else self._trial
         return chosen if chosen.is_tree else Arm(min(chosen.depth, wanted))
 
@@ -227,16 +233,21 @@ class AdaptiveDepth:
             self._measure_first(known, batch)
             return
         plain = known[PLAIN]
-        shapes = {arm.is_tree for arm in known}
-        expected = {is_tree: self._acceptance.expected_tokens(requests, is_tree=is_tree) for is_tree in shapes}
-        tokens = {arm: float(expected[arm.is_tree][arm.depth]) for arm in known}
+        judged = requests[:: max(batch // JUDGED_REQUESTS, 1)]
+        shapes, share = {arm.is_tree for arm in known}, len(judged) / batch
+        expected = {is_tree: self._acceptance.expected_tokens(judged, is_tree=is_tree) for is_tree in shapes}
+        tokens = {arm: float(expected[arm.is_tree][arm.depth]) / share for arm in known}
         rates = {arm: tokens[arm] / cost for arm, cost in known.items()}
-        best = max(rates, key=lambda arm: rates[arm])
         drafting = max((arm for arm in rates if arm.depth), key=lambda arm: rates[arm])
+        catch_up = self._catch_up_seconds(judged, share, plain, costs)
+        best = max(rates, key=lambda arm: rates[arm])
+        is_cheap = batch >= MANY and catch_up <= FIRST_CREDIT * plain and rates[drafting] > WORTH_TRYING * rates[best]
+        is_known = self._new_rounds >= MOST_NEW_ROUNDS or self._acceptance.has_seen(judged, TRIAL_OBSERVATIONS)
+        self._is_new = is_cheap and not is_known
+        best = drafting if self._is_new else best
         reason = "best"
-        if self._current not in rates:
+        if self._current not in rates or (self._is_new and not self._current.depth):
             self._current = best
-        catch_up = self._catch_up_seconds(requests, plain, costs)
         if self._credit is None:
             self._credit = FIRST_CREDIT * plain
         if self._current.depth:  # while nothing is drafted it is saved for the catching up, which may be dear
@@ -313,14 +324,17 @@ class AdaptiveDepth:
         self._credit -= lost
         return arm
 
-    def _catch_up_seconds(self, requests: Sequence[Request], plain: float, costs: CostTable) -> float:
-        """What it costs to let the drafter read what it has missed: a pass over these tokens, the target's too."""
-        missed = sum(len(r.tokens) - 1 - r.settled for r in requests if r.phase is Phase.DECODE and r.draft_until)
-        return plain + max(missed, 0) * (costs.seconds_per_row() or plain) if missed > 0 else 0.0
+    def _catch_up_seconds(self, judged: Sequence[Request], share: float, plain: float, costs: CostTable) -> float:
+        """What it costs to let the drafter read what it has missed: a pass over these tokens, the target's too.
+
+        `judged` are this share of the requests.
+        """
+        missed = sum(len(r.tokens) - 1 - r.settled for r in judged if r.phase is Phase.DECODE and r.draft_until) / share
+        return plain + missed * (costs.seconds_per_row() or plain) if missed > 0 else 0.0
 
 
 def _every(batch: int) -> int:
-    return EVERY * max(1, batch // 32)
+    return EVERY if batch < MANY else 2 * EVERY
 
 
 def make_policy(config: SpeculativeConfig | None, max_num_seqs: int) -> DepthPolicy:

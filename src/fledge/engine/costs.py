@@ -7,7 +7,9 @@ rounds of requests are slower than rounds of nobody, and arms that have not run 
 those that have.
 
 The host's own work between two rounds comes on top, or where it overlaps with the device's bounds a round from below:
-a small model on a large GPU is no faster than its requests can be told their tokens, however deep they draft.
+a small model on a large GPU is no faster than its requests can be told their tokens, however deep they draft. With
+drafts there is more of it: they are counted, learned from and chosen among. So it is known of both apart, or plain
+steps would look as dear as rounds wherever the host is the slower of the two.
 """
 
 import math
@@ -21,6 +23,7 @@ SETTLED_SAMPLES = 40  # rounds after which a change of the mean is a change of t
 FORGOTTEN_ROUNDS = 100  # a cost that was not measured for longer is learned anew, from what it was
 OUTLIER = 3.0  # a round that takes this many times its mean counts as no more than that
 REACH = 1.25  # a batch this much larger or smaller than a measured one costs about the same
+PLAIN_HOST = 0.7  # of the host's work for a round with drafts, that for one without, until both have run
 
 
 @dataclass
@@ -33,6 +36,14 @@ class _Cost:
     has_run: bool = True  # no: it is only expected
 
 
+@dataclass(frozen=True)
+class _HostWork:
+    """Of one round, in seconds."""
+
+    samples: int
+    mean: float
+
+
 class CostTable:
     """What rounds cost, in seconds, by batch size and arm: exponentially weighted means of measured rounds.
 
@@ -42,7 +53,7 @@ class CostTable:
     def __init__(self, *, host_overlaps: bool = True) -> None:
         self.rounds = 0  # measured so far
         self._host_overlaps = host_overlaps
-        self._host: dict[int, float] = {}  # seconds of the host's work for a round, by the power of two of the batch
+        self._host: dict[tuple[int, bool], _HostWork] = {}  # power of two of the batch, whether there are drafts
         self._costs: dict[Arm, dict[int, _Cost]] = {}  # by batch
         self._discounts: dict[tuple[int, Arm], float] = {}  # power of two of the batch, arm: see `discount`
         self._trend = 0.0  # logarithm of how much slower everything has become
@@ -86,11 +97,14 @@ class CostTable:
             found = math.log(seconds / cost.expected)
             self._slower += max(SMOOTHING, 1 / (self._compared + MIN_SAMPLES)) * (found - self._slower)
 
-    def add_host(self, *, batch: int, seconds: float) -> None:
+    def add_host(self, *, batch: int, arm: Arm, seconds: float) -> None:
         """Learn how long the host itself was busy with a round."""
-        size = batch.bit_length()
-        before = self._host.get(size, seconds)
-        self._host[size] = before + SMOOTHING * (min(seconds, OUTLIER * before) - before)
+        key = batch.bit_length(), arm.depth > 0
+        known = self._host.get(key)
+        samples = 1 if known is None else known.samples + 1
+        before = self._on_host(batch, arm) or seconds
+        found = min(seconds, OUTLIER * before) - before
+        self._host[key] = _HostWork(samples, before + max(SMOOTHING, 1 / samples) * found)
 
     def discount(self, batch: int, arm: Arm, factor: float) -> None:
         """Say what full rounds cost too much by: fewer drafts verified give as many tokens in `factor` of the time."""
@@ -104,12 +118,20 @@ class CostTable:
     def cost(self, batch: int, arm: Arm) -> float | None:
         """Return the cost of a round: measured, or between two measured sizes; None if neither, never a guess."""
         on_device = self.device_cost(batch, arm)
-        return None if on_device is None else self.with_host(batch, on_device)
+        return None if on_device is None else self.with_host(batch, arm, on_device)
 
-    def with_host(self, batch: int, on_device: float) -> float:
+    def with_host(self, batch: int, arm: Arm, on_device: float) -> float:
         """What a round costs that takes so long on the device."""
-        on_host = self._host.get(batch.bit_length(), 0.0)
+        on_host = self._on_host(batch, arm)
         return max(on_device, on_host) if self._host_overlaps else on_device + on_host
+
+    def _on_host(self, batch: int, arm: Arm) -> float:
+        """The host's work for such a round: measured, or guessed from that of rounds with drafts or without; or 0."""
+        size, drafts = batch.bit_length(), arm.depth > 0
+        if (own := self._host.get((size, drafts))) is not None:
+            return own.mean
+        other = self._host.get((size, not drafts))
+        return 0.0 if other is None else other.mean * (1 / PLAIN_HOST if drafts else PLAIN_HOST)
 
     def device_cost(self, batch: int, arm: Arm) -> float | None:
         """`cost` without the host's part."""

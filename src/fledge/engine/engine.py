@@ -29,6 +29,7 @@ from fledge.engine.controller import DepthPolicy, make_policy
 from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import RoundCosts
 from fledge.engine.device_state import DeviceState
+from fledge.engine.estimator import Turns
 from fledge.engine.graphs import make_graphs
 from fledge.engine.outputs import RequestUpdate, RoundRecord, TokenLogprobs
 from fledge.engine.passes import DrafterError
@@ -74,6 +75,7 @@ class LLMEngine:
         self._depth_policy = depth_policy or make_policy(config.speculative_config, config.max_num_seqs)
         self._in_flight: Launch | None = None
         self._device_seconds = 0.0  # of the present step, that the host waited for the device or was itself the device
+        self._turns = Turns()
         self._updates: list[RequestUpdate] = []
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._death: DeadEngineError | None = None
@@ -239,9 +241,9 @@ class LLMEngine:
         self._stats.schedule_seconds += scheduled - started
         self._stats.launch_seconds += launched - scheduled
         self._stats.read_seconds += ended - launched
-        if previous is not None and batch.decoding and not (batch.chunks or previous.batch.chunks):
+        if previous is not None and batch.is_alike(previous.batch):
             seconds = max(ended - started - self._device_seconds, 0.0)
-            self._costs.tables[batch.kind].add_host(batch=len(batch.decoding), seconds=seconds)
+            self._costs.tables[batch.kind].add_host(batch=len(batch.decoding), arm=batch.draft, seconds=seconds)
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: every block, row and request accounted for."""
@@ -272,6 +274,8 @@ class LLMEngine:
             return replace(batch, is_mixed=True)
         if self.admission is None or not requests or not arm.depth or arm.is_tree or arm != batch.draft:
             return batch
+        if batch.needs_host:  # what the host chooses it chooses of all drafts
+            return batch
         return self.runner.admitting(batch, self.admission.admit(requests, arm.depth, costs, self.runner.confidence))
 
     def _launch(self, batch: ScheduledBatch) -> Launch:
@@ -301,10 +305,12 @@ class LLMEngine:
         results = self.runner.read(launch)
         now = time.perf_counter()
         self._device_seconds += results.waited
-        told = len(self._updates)
-        for result in results.requests:
+        told, turns, is_full = len(self._updates), range(0), launch.batch.admit is None
+        if launch.batch.verify.depth:  # what is admitted is accepted more often
+            turns = self._turns.next(len(results.requests), is_full=is_full)
+        for i, result in enumerate(results.requests):
             if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
-                self._updates.append(self._take(result, now, launch.batch))
+                self._updates.append(self._take(result, now, launch.batch, i in turns))
         if launch.batch.verify.depth:
             self._stats.acceptance.count((one.drafted, one.accepted) for one in self._updates[told:])
         for chunk in launch.batch.chunks:
@@ -330,7 +336,7 @@ class LLMEngine:
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")
 
-    def _take(self, result: RequestResult, now: float, batch: ScheduledBatch) -> RequestUpdate:
+    def _take(self, result: RequestResult, now: float, batch: ScheduledBatch, is_observed: bool) -> RequestUpdate:
         request, drafted, accepted = result.request, result.drafted, result.accepted
         request.in_flight -= result.in_flight
         if not result.is_finite:
@@ -344,10 +350,10 @@ class LLMEngine:
         in_step = request.settled >= known - 1  # the drafter has read all that it drafted from
         if drafted:
             request.rounds.append(RoundRecord(known, drafted, accepted))
-        unchosen = drafted if in_step and batch.admit is None else 0  # what is admitted is accepted more often
-        if unchosen or request.finish_reason is not None:
+        observed = drafted if in_step and is_observed else 0
+        if observed or request.finish_reason is not None:
             is_tree = batch.verify.is_tree
-            self._depth_policy.observe(request, is_tree=is_tree, drafted=unchosen, accepted=accepted)
+            self._depth_policy.observe(request, is_tree=is_tree, drafted=observed, accepted=accepted)
         if in_step and result.state_norms:
             self._stats.state_growth = self._stats.state_growth.plus(result.state_norms)
         self._stats.output_tokens += len(tokens)

@@ -21,6 +21,7 @@ REQUEST_MEMORY = 64  # drafts of one request, the same
 REQUEST_PRIOR = 20  # drafts that the others' acceptance is worth in judging one request
 STALE_MEMORY = 24  # rounds that old acceptance is worth once it is tried again after a pause
 MOST = 0.98  # no draft is held to be surer
+OBSERVED_REQUESTS = 64  # of a round, on average, that are learned from: each takes time
 
 Array = NDArray[np.float64]
 
@@ -34,11 +35,13 @@ class _DraftCounts:
         self.prior, self.prior_rounds = prior, PRIOR_ROUNDS
         self._counts = np.zeros((2, len(prior)))
         self._new: Counter[tuple[int, int]] = Counter()  # rounds since then, by drafts reached and accepted
+        self.rounds = 0  # of one request each
         self.rates()
 
     def add(self, reached: int, accepted: int) -> None:
         """One round of one request."""
         self._new[reached, accepted] += 1
+        self.rounds += 1
 
     def rates(self) -> Array:
         """Probability that the draft at each depth stands if all before it do. One not tried is as the one before.
@@ -61,6 +64,23 @@ class _DraftCounts:
     def fade(self) -> None:
         self.rates()
         self._counts *= min(1.0, STALE_MEMORY / max(self._counts[0].max(), 1.0))
+
+
+class Turns:
+    """Whose drafts are learned from: everybody's in a round of a few, in those of many some take turns."""
+
+    def __init__(self) -> None:
+        self._rounds = 0  # that were learned from: in step with others, the same would have all turns
+        self._due = 0  # requests that may be learned from next
+
+    def next(self, requests: int, *, is_full: bool) -> range:
+        """Of so many in the next round with drafts. Nobody's, if it is not full: the next that is makes up for it."""
+        self._due += OBSERVED_REQUESTS
+        if not is_full:
+            return range(0)
+        every = max(requests // self._due, 1)
+        self._rounds, self._due = self._rounds + 1, 0
+        return range(self._rounds % every, requests, every)
 
 
 class AcceptanceEstimator:
@@ -90,6 +110,12 @@ class AcceptanceEstimator:
         request.drafts_expected = keep * request.drafts_expected + counts.expected[reached]
         request.drafts_accepted = keep * request.drafts_accepted + accepted
         counts.add(reached, accepted)
+
+    def has_seen(self, requests: Sequence[Request], rounds: int) -> bool:
+        """Whether as many, of one request each, were observed of the kind that most of these are of."""
+        kinds = Counter(request.kind for request in requests if request.draft_until)
+        seen = [self._chains[kind].rounds + self._trees[_argmax(kind)].rounds for kind, _ in kinds.most_common(1)]
+        return all(count >= rounds for count in seen)
 
     def expected_tokens(
         self, requests: Sequence[Request], kinds: Sequence[RequestKind] | None = None, *, is_tree: bool = False
@@ -123,6 +149,11 @@ class AcceptanceEstimator:
     def _counts(self, kind: RequestKind, *, is_tree: bool) -> _DraftCounts:
         if not is_tree:
             return self._chains[kind]
-        kind = RequestKind.GREEDY if kind is RequestKind.GREEDY else RequestKind.SAMPLED  # trees are never drawn
+        kind = _argmax(kind)
         self._trees[kind].prior = (1 - TREE_MISSES * (1 - self._chains[kind].rates())).tolist()
         return self._trees[kind]
+
+
+def _argmax(kind: RequestKind) -> RequestKind:
+    """The kind of such a request if its drafts are not drawn: those of trees never are."""
+    return RequestKind.GREEDY if kind is RequestKind.GREEDY else RequestKind.SAMPLED

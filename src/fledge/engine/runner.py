@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fledge.engine.admission import DraftOutcomes
+from fledge.engine.admission import DraftOutcomes, are_greedy
 from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner
@@ -96,9 +96,7 @@ def _outcomes(batch: ScheduledBatch, outcome: PassOutcome) -> DraftOutcomes | No
     confidence, drafted, accepted = (
         column[: len(requests)].numpy() for column in (outcome.confidence, outcome.drafted, outcome.accepted)
     )
-    found = DraftOutcomes(
-        confidence, drafted, accepted, np.array([request.kind is RequestKind.GREEDY for request in requests])
-    )
+    found = DraftOutcomes(confidence, drafted, accepted, are_greedy(requests))
     if not batch.constrained:
         return found
     free = np.array([request.constraint is None for request in requests])

@@ -81,6 +81,11 @@ class ScheduledBatch:
         """Whether its round does, for one of its requests."""
         return any(request.needs_host for request in self.decoding)
 
+    def is_alike(self, other: "ScheduledBatch") -> bool:
+        """Whether the host has the same to do for both: a round and no prompts, and either both draft or neither."""
+        are_rounds = self.decoding and other.decoding and not (self.chunks or other.chunks)
+        return bool(are_rounds and (self.draft.depth > 0) == (other.draft.depth > 0))
+
 
 def _priority(request: Request) -> int:
     return request.priority

@@ -57,7 +57,7 @@ def test_a_cell_has_the_arms_that_may_be_its_best() -> None:
 
 
 def test_a_run_that_was_ended_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out = tmp_path / "new" / "out.json"
     with pytest.raises(KeyboardInterrupt):
         _run(monkeypatch, 7, "--out", str(out))
     kept = read_json(out)
@@ -75,6 +75,15 @@ def test_a_run_that_was_ended_goes_on_where_it_was(monkeypatch: pytest.MonkeyPat
     assert not _run(monkeypatch, 0, "--out", str(out)).done
     with pytest.raises(SystemExit, match="other arguments"):
         _run(monkeypatch, 0, "--out", str(out), "--max-tokens", "7")
+
+
+def test_what_is_named_first_is_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from never_slower import arguments, cells_of  # type: ignore[import-not-found, unused-ignore]
+
+    monkeypatch.setattr(sys, "argv", ["never_slower.py", *ARGUMENTS, "--concurrency", "256,1", "--changing"])
+    cells = [(cell.label["concurrency"], cell.label["workload"]) for cell in cells_of(arguments())]
+    many, one = [(256, "humaneval")] * 2 + [(256, "mt_bench")] * 2, [(1, "mt_bench")] * 2 + [(1, "humaneval")] * 2
+    assert cells == [*many, ("4, 256, 16", "changing"), *one]
 
 
 def test_no_run_begins_when_time_is_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from scipy import stats
 from fledge.decoding.drafter_statistics import BINS
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.sampling import SamplingRows, distribution
+from fledge.engine.adjustments import SLOTS
 from fledge.engine.admission import REFIT_ROUNDS, AcceptanceModel, AdmissionPolicy, Budgets, DraftOutcomes
 from fledge.engine.arms import Arm
 from fledge.engine.costs import MIN_SAMPLES, CostTable
@@ -204,16 +205,48 @@ def test_as_many_drafts_are_verified_as_pay() -> None:
     assert _policy(half_dead, lambda _: 2.0).admit(requests, 4, full, unknown) is None, "nothing is saved"
     slower = _table((4, 6.0))
     assert _policy(half_dead, by_rows).admit(requests, 4, slower, unknown) == 32, "all have become slower"
-    slower.add_host(batch=16, seconds=6.0)
+    slower.add_host(batch=16, arm=Arm(4), seconds=6.0)
     assert _policy(half_dead, by_rows).admit(requests, 4, slower, unknown) is None, "the host takes as long"
     policy = _policy(good, by_rows)
     assert policy.admit(requests, 4, full, lambda *_: half_dead) == 32, "these very drafts are known"
     assert policy.admit(requests[:8], 4, full, unknown) is None, "a few rows more cost nothing"
     assert policy.admit(requests, 4, CostTable(), unknown) is None, "full rounds come first"
-    requests[3].adjusts = True
-    assert policy.admit(requests, 4, full, lambda *_: half_dead) is None, "the host adjusts its logits"
-    requests[3].slot = 0
-    assert policy.admit(requests, 4, full, lambda *_: half_dead) == 32, "the device does"
+
+
+def test_while_the_host_chooses_for_somebody_all_drafts_are_verified() -> None:
+    asks = [engine_cases.greedy([2 + i % 3, 3], 8 if i else 20, presence_penalty=0.5) for i in range(SLOTS + 1)]
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), max_num_seqs=SLOTS + 1)
+    budget = engine_cases.verify_share(engine, 0.5)
+    requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
+    while engine.has_unfinished:
+        needs_host, before = any(one.needs_host for one in engine.scheduler.running), budget.rounds.total()
+        engine.step()
+        assert not needs_host or budget.rounds.total() == before
+    assert budget.rounds[True] > 0, "the device has room for the last one"
+    for ask, request in zip(asks, requests, strict=True):
+        assert request.output == engine_cases.answer_of(ask)[0]
+
+
+@pytest.mark.parametrize("batch", [32, 64, 128, 256])
+def test_some_of_the_full_rounds_of_many_requests_are_learned_from_and_some_of_the_others(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both come in step, so it must not always be the same ones."""
+    policy, requests, full = AdmissionPolicy(4, BUDGETS), _requests(batch), CostTable()
+    for _ in range(MIN_SAMPLES):
+        full.add(batch=batch, arm=Arm(4), seconds=2.0)
+    half_dead = np.full((batch, 4), 0.95, dtype=np.float32)
+    half_dead[batch // 2 :] = 0.02
+    learned: Counter[bool] = Counter()
+    monkeypatch.setattr(policy.model, "observe", lambda _outcomes: learned.update([is_full]))
+    for number in range(512):
+        is_full = number % 8 == 0
+        if is_full:
+            assert policy.admit(requests, 4, full, lambda *_: half_dead) is None
+        all_of = np.full(batch, 4)
+        policy.observe(DraftOutcomes(half_dead, all_of, all_of, np.ones(batch, dtype=np.bool_)))
+    assert learned[True] == 512 // 8 // (batch // 32)
+    assert learned[False] == 7 * learned[True]
 
 
 def test_rounds_that_may_pay_are_timed_and_full_ones_stay_among_them() -> None:

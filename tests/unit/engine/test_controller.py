@@ -15,7 +15,7 @@ from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, FixedDepth, make_policy
 from fledge.engine.costs import MIN_SAMPLES, CostTable
-from fledge.engine.estimator import AcceptanceEstimator
+from fledge.engine.estimator import OBSERVED_REQUESTS, AcceptanceEstimator, Turns
 from fledge.engine.request import UNLIMITED, Phase, Request
 from tests import engine_cases
 
@@ -156,6 +156,101 @@ def test_it_follows_a_load_whose_content_changes(before: float, after: float, wa
         return World(_gpu, rate).tokens_per_second(policy, 8, 30_000, warm=warm)
 
     assert speed(AdaptiveDepth(7, 256)) > 1.02 * max(speed(_fixed(depth)) for depth in (0, 1, 3, 7))
+
+
+def test_drafts_that_cost_the_host_more_than_they_save_are_not_drafted() -> None:
+    """The device waits for the host in any case, whose work for a round without drafts is less."""
+    policy, costs = AdaptiveDepth(1, 64), _costs((64, 0, 0.001), (64, 1, 0.0012))
+    requests = [request(draft_until=10**6) for _ in range(64)]
+    arms: list[Arm] = []
+    for _ in range(60):
+        arms.append(policy.choose(requests, costs))
+        costs.add_host(batch=64, arm=arms[-1], seconds=0.010 if arms[-1].depth else 0.006)
+        for i, one in enumerate(requests if arms[-1].depth else ()):
+            policy.observe(one, is_tree=False, drafted=1, accepted=i % 3 == 0)
+        policy.observe_round(arm=arms[-1], seconds=0.010 if arms[-1].depth else 0.006)
+    assert arms[0] == Arm(1)
+    assert set(arms[-8:]) == {PLAIN}
+
+
+def test_a_step_tells_the_host_s_work_of_rounds_like_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launches one and reads the one before it: where one drafts and the other does not, it is of neither kind."""
+    told: list[bool] = []
+    monkeypatch.setattr(CostTable, "add_host", lambda _, *, arm, **_others: told.append(arm.depth > 0))
+    depths = iter([2] * 8 + [0] * 5 + [2] * 100)
+    policy = engine_cases.AnyDepth(lambda _: next(depths), [0, 2])
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), policy=policy, max_depth=2, read_late=True)
+    engine_cases.greedy([2, 3], 60).submit(engine, "0")
+    engine_cases.run(engine)
+    assert told[:14].count(False) == 4, "of five plain steps"
+    assert engine._costs.tables[RequestKind.GREEDY].cost(1, PLAIN) is not None
+
+
+@pytest.mark.parametrize(("rate", "drafts"), [(0.8, True), (0.1, False)], ids=["they stand", "they do not"])
+def test_of_many_requests_a_round_is_drafted_before_drafting_for_them_is_given_up(rate: float, drafts: bool) -> None:
+    """By what is held of drafts before any was seen, none would be worth their cost here."""
+    policy, costs = AdaptiveDepth(1, 256), _costs((4, 0, 0.001), (4, 1, 0.0018), (256, 0, 0.010), (256, 1, 0.0165))
+    assert policy.choose([request(draft_until=10**6) for _ in range(4)], costs) == PLAIN, "a few are left to it"
+    requests, chance = [request(draft_until=10**6) for _ in range(256)], random.Random(0)
+    arms = []
+    for _ in range(8):
+        arms.append(policy.choose(requests, costs))
+        for one in requests[:32] if arms[-1].depth else ():
+            policy.observe(one, is_tree=False, drafted=1, accepted=chance.random() < rate)
+        policy.observe_round(arm=arms[-1], seconds=0.01)
+    assert arms[0] == Arm(1)
+    assert set(arms[1:]) == {Arm(1) if drafts else PLAIN}, "decided as soon as it was seen"
+
+
+def test_requests_whose_drafts_tell_nothing_are_not_drafted_for_on_and_on() -> None:
+    policy, costs = AdaptiveDepth(1, 256), _costs((256, 0, 0.010), (256, 1, 0.0165))
+    requests, arms = [request(draft_until=10**6) for _ in range(256)], []
+    for _ in range(50):
+        arms.append(policy.choose(requests, costs))
+        policy.observe_round(arm=arms[-1], seconds=0.01)
+    assert arms[0] == Arm(1)
+    assert arms[-1] == PLAIN
+
+
+def test_it_learns_from_some_requests_of_large_rounds_in_turns() -> None:
+    seen: Counter[str] = Counter()
+    rounds = 0
+
+    class Recorder(engine_cases.AnyDepth):
+        def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
+            seen[request.id] += drafted > 0
+
+        def observe_round(self, *, arm: Arm, seconds: float) -> None:
+            nonlocal rounds
+            rounds += 1
+
+    count = 2 * OBSERVED_REQUESTS
+    engine = engine_cases.make_engine(
+        drafts=engine_cases.drafter(),
+        policy=Recorder(lambda _: 2, [2]),
+        max_depth=2,
+        max_num_seqs=count,
+        num_blocks=3000,
+    )
+    for i in range(count):
+        engine_cases.greedy([2 + i % 3, 3], 48).submit(engine, str(i))
+    engine_cases.run(engine)
+    assert seen.total() < 2 * OBSERVED_REQUESTS * rounds
+    assert min(seen.values()) > 0
+    assert len(seen) == count, "each has had its turn"
+
+
+@pytest.mark.parametrize("requests", [1, 4, 64, 128, 256])
+@pytest.mark.parametrize("each", [1, 2, 8])
+def test_as_many_are_learned_from_on_average_however_seldom_a_round_is_full(requests: int, each: int) -> None:
+    """In step with full rounds, the same would have all turns."""
+    turns = Turns()
+    rounds = [turns.next(requests, is_full=number % each == 0) for number in range(512)]
+    seen = Counter(itertools.chain.from_iterable(rounds))
+    assert len(seen) == requests
+    assert max(seen.values()) - min(seen.values()) <= 1
+    assert requests > 127 or all(len(one) == requests for one in rounds[::each]), "of a few, always all"
+    assert seen.total() == pytest.approx(512 * min(requests / each, OBSERVED_REQUESTS), rel=0.04)
 
 
 def test_where_drafting_never_pays_next_to_nothing_is_drafted() -> None:

@@ -11,7 +11,7 @@ from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import EngineConfig
 from fledge.engine.controller import AdaptiveDepth
 from fledge.engine.cost_cache import CostCache
-from fledge.engine.costs import MIN_SAMPLES, CostTable
+from fledge.engine.costs import MIN_SAMPLES, OUTLIER, CostTable
 from fledge.engine.engine import LLMEngine
 from tests import engine_cases
 
@@ -134,18 +134,34 @@ def test_a_busy_host_makes_drafts_cheap_where_it_overlaps_and_dear_nowhere() -> 
             for _ in range(MIN_SAMPLES):
                 costs.add(batch=64, arm=Arm(depth), seconds=seconds)
         assert costs.ratio(64, Arm(3)) == pytest.approx(2)
-        costs.add_host(batch=60, seconds=0.003)
+        costs.add_host(batch=60, arm=Arm(3), seconds=0.003)
         return costs
 
     beside, between = table(True), table(False)
     assert [beside.cost(64, Arm(depth)) for depth in (0, 3, 7)] == [0.001, 0.002, 0.006], "another size"
-    for costs, expected in ((beside, [0.003, 0.003, 0.006]), (between, [0.004, 0.005, 0.009])):
-        costs.add_host(batch=100, seconds=0.003)
+    for costs, expected in ((beside, [0.0021, 0.003, 0.006]), (between, [0.0031, 0.005, 0.009])):
+        costs.add_host(batch=100, arm=Arm(3), seconds=0.003)  # that of plain steps is a guess
         for twin in (costs, costs.copy()):
             assert [twin.cost(64, Arm(depth)) for depth in (0, 3, 7)] == pytest.approx(expected)
     for _ in range(200):
-        beside.add_host(batch=100, seconds=0.0)
-    assert beside.cost(64, Arm(0)) == pytest.approx(0.001), "it is learned anew"
+        beside.add_host(batch=100, arm=Arm(7), seconds=0.0)
+    assert beside.cost(64, Arm(3)) == pytest.approx(0.002), "it is learned anew"
+
+
+def test_the_host_s_work_with_drafts_and_without_is_known_apart() -> None:
+    """Where it bounds a step, plain steps are not as dear as those that ran: there is less to do in them."""
+    costs = _costs((256, 0, 0.001), (256, 1, 0.0012), (256, 3, 0.0016))
+    for _ in range(20):
+        costs.add_host(batch=256, arm=Arm(1), seconds=0.005)
+    costs.add_host(batch=256, arm=PLAIN, seconds=1.0)  # a stall is no figure, even if nothing else is known
+    assert costs.cost(256, PLAIN) < OUTLIER * 0.005
+    for _ in range(3):  # as few as a trial has
+        costs.add_host(batch=256, arm=PLAIN, seconds=0.002)
+    assert costs.cost(256, PLAIN) == pytest.approx(0.0041, rel=0.01)
+    for _ in range(40):
+        costs.add_host(batch=256, arm=PLAIN, seconds=0.002)
+    assert [costs.cost(256, Arm(depth)) for depth in (0, 1, 3)] == pytest.approx([0.002, 0.005, 0.005], rel=0.02)
+    assert costs.ratio(256, Arm(1)) == pytest.approx(2.5, rel=0.02)
 
 
 def test_warming_up_measures_what_rounds_cost() -> None:

@@ -12,7 +12,7 @@ from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import QuantizedLaunch, choose_launch, fragment_linear_triton
 from fledge.kernels.quantize_rows import CodedRows, quantize_rows_reference
 from fledge.kernels.quantized_linear import Activations, Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
-from tests.unit.kernels.cases import EPS, close, randn
+from tests.unit.kernels.cases import EPS, INTERPRETED, UNIT, close, randn
 from tests.unit.kernels.interpreter import in_triton
 
 Case = tuple[Kind, int | None, bool]
@@ -126,23 +126,37 @@ def quantize_rows(rows: int, size: int, dtype: torch.dtype, device: str) -> None
 
 
 def coded_results(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
-    """Norms and gates that round their results: to the last bit the codes of what they are otherwise."""
+    """Norms and gates that round their results: the codes of what they are otherwise.
+
+    To the last bit under the interpreter. A GPU's compiler lays a kernel of bytes out otherwise, so that squares are
+    added up in another order.
+    """
     x, residual = (randn(rows, size, dtype=dtype, device=device) for _ in range(2))
     weight, gate_up = randn(size, dtype=dtype, device=device), randn(rows, 2 * size, dtype=dtype, device=device)
+    same_codes = equal_codes if INTERPRETED else close_codes
     found = in_triton(norming.coded_rms_norm)(x, weight, EPS)
-    equal_codes(found, quantize_rows_reference(in_triton(norming.rms_norm)(x, weight, EPS)))
+    same_codes(found, quantize_rows_reference(in_triton(norming.rms_norm)(x, weight, EPS)))
     found, total = in_triton(norming.coded_add_rms_norm)(x, residual, weight, EPS)
     normed, expected = in_triton(norming.add_rms_norm)(x, residual, weight, EPS)
     assert torch.equal(total, expected)
-    equal_codes(found, quantize_rows_reference(normed))
+    same_codes(found, quantize_rows_reference(normed))
     gated = in_triton(gating.swiglu)(gate_up)
-    equal_codes(in_triton(gating.coded_swiglu)(gate_up), quantize_rows_reference(gated))
+    same_codes(in_triton(gating.coded_swiglu)(gate_up), quantize_rows_reference(gated))
 
 
 def equal_codes(found: CodedRows, expected: CodedRows) -> None:
     assert found.dtype == expected.dtype
     assert torch.equal(found.scales, expected.scales)
     assert torch.equal(found.codes.float(), expected.codes.float())
+
+
+def close_codes(found: CodedRows, expected: CodedRows) -> None:
+    """Of rows whose numbers may differ by a unit in the last place: so do scales, and a code here and there by one."""
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.scales, expected.scales, rtol=2 * UNIT[found.dtype], atol=0.0)
+    ours, theirs = found.codes.float(), expected.codes.float()
+    torch.testing.assert_close(ours, theirs, rtol=2**-3, atol=2**-8)
+    assert (ours != theirs).float().mean() < 0.1
 
 
 def scaled_linear(rows: int, columns: int, size: int, dtype: torch.dtype, device: str, *, units: float = 1) -> None:

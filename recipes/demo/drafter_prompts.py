@@ -1,7 +1,7 @@
 """What the target is asked so that drafters can learn from its answers: one shuffled file of many kinds of prompts.
 
-Conversations are asked without their answers, turn after turn (`regenerate.turns: all`), so that later turns follow on what
-the target itself said. Some single questions get a second one. Long documents come with a question or a task: drafters
+Conversations are asked without their answers, turn after turn (`regenerate.turns: all`), so that later turns follow on
+what the target itself said. Some single questions get a second one. Long documents come with a question or a task: drafters
 must have met long prompts, and conversations have few.
 """
 

@@ -4,14 +4,14 @@
     python -m recipes.demo.drafters --data DATA --out OUT --stages prepare   # no GPU needed: beside other work
 
 prepare   the shuffled file of prompts (`drafter_prompts`), and the tokens of all text
-teach     the drafters go on from the bundled ones with the target's own distribution after every token of the corpora, side by
-          side; beside them the target answers the prompts
+teach     the drafters go on from the bundled ones with the target's own distribution after every token of the corpora,
+          side by side; beside them the target answers the prompts
 fit       both go on with the target's own answers
 evaluate  `fledge eval` of the old and the new ones, in one run
 publish   the pipeline's own evaluation: cards, plots and baselines
 
-A stage that is done is not done again, one that was interrupted goes on (`fledge train`). After every checkpoint OUT has an archive
-of each drafter as it is then.
+A stage that is done is not done again, one that was interrupted goes on (`fledge train`). After every checkpoint OUT
+has an archive of each drafter as it is then.
 """
 
 import json
@@ -29,12 +29,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fledge.evaluation import workloads
 from recipes.demo import jsonlines
 from recipes.demo.drafter_prompts import write_prompts
 
 STAGES = ("prepare", "teach", "fit", "evaluate", "publish")
 VARIANTS = ("eagle3", "eagle3.1")
 RECIPE = Path(__file__).with_name("drafter.yaml")
+# What the card is measured on: 24 prompts of each.
+CARD_SETS = ("chat_dialogue", "docs_qa", "gsm8k", "humaneval", "instructions", "math500", "mt_bench")
 SHARED = ("prepare", "regenerate", "vocab", "capture")  # stages that both variants use
 POLL_SECONDS = 2.0
 console = Console(soft_wrap=True, highlight=False)
@@ -63,18 +66,16 @@ class Job:
             command = [sys.executable, "-m", "fledge", *arguments]
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
-    def wait(self, **processes: subprocess.Popen[bytes]) -> None:
-        """Wait for all, packing what they leave; fail with the end of a log where one fails."""
+    def wait(self, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+        """Wait for all, packing what they leave; fail with the end of their logs where one fails."""
         running, told = dict(processes), dict[str, str]()
         while running:
             time.sleep(POLL_SECONDS)
             self.pack()
             for name in [*running]:
-                log = newest(self.work / name.replace("_", "-").replace("eagle3-1", "eagle3.1"), "fit/*/log.jsonl")
-                line = log.read_text(encoding="utf-8").splitlines()[-1:] if log else []
-                if line and told.get(name) != line[0]:
-                    told[name] = line[0]
-                    self.say(f"{name}: {short(line[0])}")
+                if (news := self.progress(name)) and told.get(name) != news:
+                    told[name] = news
+                    self.say(f"{name}: {news}")
                 if (code := running[name].poll()) is not None:
                     del running[name]
                     self.say(f"{name}: {'done' if code == 0 else f'failed with {code}'}")
@@ -84,6 +85,14 @@ class Job:
                         logs = sorted(self.work.glob("*.log"), key=lambda p: p.stat().st_mtime)
                         tails = [f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in logs[-3:]]
                         jsonlines.fail("\n".join([f"{name} failed", *tails]))
+
+    def progress(self, name: str) -> str:
+        """How far a run of `fledge train` is: the last line of its training log, or the chunks that are answered."""
+        if log := newest(self.work / name, "fit/*/log.jsonl"):
+            lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+            return short(lines[-1]) if lines and lines[-1].endswith("\n") else ""
+        chunks = sum(1 for _ in (self.work / name).glob("regenerate/*/parts/answers-*"))
+        return f"{chunks} chunks answered" if chunks else ""
 
     def share(self, name: str, other: str) -> None:
         """Give another output the stages that both use, as links."""
@@ -127,7 +136,8 @@ def short(line: str) -> str:
     r = json.loads(line)
     rates = ", ".join(f"{x:.3f}" for x in r["accuracy_by_depth"] if x is not None)
     length = r["simulated_acceptance_length"] or 0.0
-    return f"step {r['step']} lr {r['lr']:.2e} loss {r['loss'] or 0:.3f} length {length:.3f} right {rates} {r['tokens_per_second']:,.0f} tokens/s"
+    figures = f"loss {r['loss'] or 0.0:.3f} length {length:.3f} right {rates}"
+    return f"step {r['step']} epoch {r['epoch']} lr {r['lr']:.1e} {figures} {r['tokens_per_second']:,.0f} tokens/s"
 
 
 def text_settings(data: Path, seconds: float) -> list[str]:
@@ -153,13 +163,15 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for what must come back: archives, results.")],
     work: Annotated[Path, typer.Option(help="Folder for everything else.")] = Path("build/drafters"),
     target: Annotated[str, typer.Option(help="The target: a folder, or the bundled one.")] = "fledgling",
-    start_from: Annotated[str, typer.Option(help="Folder of eagle3 and eagle3.1 to begin with; or 'bundled', 'nothing'.")] = "bundled",
+    start_from: Annotated[
+        str, typer.Option(help="bundled, nothing, or a folder with eagle3 and eagle3.1.")
+    ] = "bundled",
     stages: Annotated[str, typer.Option(help="Which, comma-separated.")] = "prepare,teach,fit,evaluate",
-    text_seconds: Annotated[float, typer.Option(help="Of steps on the corpora.")] = 130.0,
-    answer_seconds: Annotated[float, typer.Option(help="Of answering, beside that.")] = 150.0,
-    fit_seconds: Annotated[float, typer.Option(help="Of steps on the answers.")] = 110.0,
+    text_seconds: Annotated[float, typer.Option(help="Of steps on the corpora.")] = 140.0,
+    answer_seconds: Annotated[float, typer.Option(help="Of answering, beside that.")] = 125.0,
+    fit_seconds: Annotated[float, typer.Option(help="Of steps on the answers.")] = 120.0,
     long_prompts: Annotated[int, typer.Option(help="Prompts with a long document.")] = 6_000,
-    sample: Annotated[int, typer.Option(help="Prompts of each set in evaluate.")] = 24,
+    sample: Annotated[int, typer.Option(help="Prompts of each set in evaluate.")] = 20,
     extra: Annotated[list[str] | None, typer.Option("--set", help="key=value for every recipe.")] = None,
 ) -> None:
     """Make both drafters."""
@@ -178,7 +190,7 @@ def main(
             long = [p for kind in ("prose", "docs", "dialogue") for p in sorted((data / "pretrain").glob(f"{kind}-*"))]
             count = write_prompts(talks, long, prompts, long_count=long_prompts)
             job.say(f"prompts: {count:,}")
-        job.wait(text=reading, answers=job.train("answers", *asked, until="prepare"))
+        job.wait({"text": reading, "answers": job.train("answers", *asked, until="prepare")})
     if "teach" in chosen:
         running = {"answers": job.train("answers", *asked, until="capture")}
         for variant in VARIANTS:
@@ -186,15 +198,22 @@ def main(
             begin = {"bundled": f"fledgling-{variant}", "nothing": "null"}.get(start_from, f"{start_from}/{variant}")
             own = [f"drafter.variant={variant}", f"drafter.init_from={begin}"]
             running[f"text-{variant}"] = job.train(f"text-{variant}", *text, *own, until="fit")
-        job.wait(**running)
+        job.wait(running)
+
+    sets = [job.work / "sets" / f"{name}.jsonl" for name in CARD_SETS]
+    for path in sets:
+        packed = Path(workloads.__file__).with_name("data") / f"{path.name}.xz"
+        if not path.is_file():
+            jsonlines.write(path, jsonlines.read(packed))
+    card = [f"eval.sources=[{','.join(map(str, sets))}]", "eval.max_prompts=24", "eval.candidate_prompts=24"]
 
     def fitted(variant: str, until: str | None) -> subprocess.Popen[bytes]:
         job.share("answers", f"answers-{variant}")
-        own = [f"drafter.variant={variant}", f"drafter.init_from={job.drafter('text', variant)}"]
+        own = [*card, f"drafter.variant={variant}", f"drafter.init_from={job.drafter('text', variant)}"]
         return job.train(f"answers-{variant}", *asked, *own, f"name=fledgling-{variant}", until=until)
 
     if "fit" in chosen:
-        job.wait(**{f"answers-{variant}": fitted(variant, "fit") for variant in VARIANTS})
+        job.wait({f"answers-{variant}": fitted(variant, "fit") for variant in VARIANTS})
     if "evaluate" in chosen:
         new = [str(job.drafter("answers", variant)) for variant in VARIANTS]
         for i, variant in enumerate(VARIANTS):  # names that tell them apart
@@ -203,13 +222,22 @@ def main(
             shutil.copytree(new[i], place)
             new[i] = str(place)
         drafters = [word for one in (*(f"fledgling-{v}" for v in VARIANTS), *new) for word in ("--drafter", one)]
-        sets = ["--workload", "short", "--workload", "long_context/2k", "--sample", str(sample), "--max-num-seqs", "256"]
+        chosen_sets = [
+            "--workload",
+            "short",
+            "--workload",
+            "long_context/2k",
+            "--sample",
+            str(sample),
+            "--max-num-seqs",
+            "64",
+        ]
         results = ["--out", str(job.out / "eval.json"), "--markdown", str(job.out / "eval.md"), "--quiet"]
-        begun = ["eval", "--target", target, *drafters, *sets, "--depth", "5", "--temperature", "0", *results]
-        job.wait(evaluate=job.start("evaluate", begun))
+        begun = ["eval", "--target", target, *drafters, *chosen_sets, "--depth", "5", "--temperature", "0", *results]
+        job.wait({"evaluate": job.start("evaluate", begun)})
         print((job.out / "eval.md").read_text(encoding="utf-8"))
     if "publish" in chosen:
-        job.wait(**{f"answers-{variant}": fitted(variant, None) for variant in VARIANTS})
+        job.wait({f"answers-{variant}": fitted(variant, None) for variant in VARIANTS})
     job.pack()
 
 

@@ -274,7 +274,15 @@ def recipe_text(path: Path) -> str:
 
 
 # All other numbers must be above zero.
-_SHARES = {"template_share", "drop_system_share", "vary_system_share", "min_lr_ratio", "warmup", "top_p", "gpu_memory_utilization"}
+_SHARES = {
+    "template_share",
+    "drop_system_share",
+    "vary_system_share",
+    "min_lr_ratio",
+    "warmup",
+    "top_p",
+    "gpu_memory_utilization",
+}
 _MAY_BE_ZERO = {"held_out", "temperature", "top_k", "kl_weight", "feature_weight", "weight_decay", "seed"}
 
 

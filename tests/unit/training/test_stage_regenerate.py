@@ -244,9 +244,7 @@ def test_where_history_is_rewritten_each_turn_is_an_example_of_its_own(
     assert "so" not in tokenizer.decode(runs(store, 1)[0])
 
 
-def test_prompts_beyond_the_minutes_are_left_out(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_beyond_the_minutes_are_left_out(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(target, questions(tmp_path), regenerate=True)
     timed = with_section(recipe, max_minutes=1e-6)
     assert STAGE.key(timed, {"prepare": ""}) != STAGE.key(recipe, {"prepare": ""})

@@ -16,9 +16,9 @@ from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.target import load_target
 from fledge.errors import ConfigError, FledgeError
+from fledge.training import trainer
 from fledge.training.recipe import DrafterSection, FitSection, Recipe, TargetSection, VocabSection
 from fledge.training.stages import fit as fit_stage
-from fledge.training import trainer
 from fledge.training.trainer import Trainer, TrainingInterrupted, candidate_steps
 from fledge.training.ttt import TttMetrics, TttOutputs
 from tests.fit_cases import (

@@ -1,16 +1,22 @@
-"""What the target is asked so that drafters can learn from its answers: one shuffled file of many kinds of prompts.
+"""What drafters learn from: text to read along with the target, and what the target is asked, each in one file.
 
-Conversations are asked without their answers, turn after turn (`regenerate.turns: all`), so that later turns follow on
-what the target itself said. Some single questions get a second one. Long documents come with a question or a task: drafters
-must have met long prompts, and conversations have few.
+Text: conversations as the chat template writes them, and documents, more than half of them as answers to a request to
+go on with their beginning, since drafters will meet nothing but conversations. The tokenizer begins no text by
+itself, and the target never met one without its first token: it is written out.
+
+Prompts, shuffled: conversations are asked without their answers, turn after turn (`regenerate.turns: all`), so that
+later turns follow on what the target itself said. Some single questions get a second one. Long documents come with a
+question or a task: drafters must have met long prompts, and conversations have few.
 """
 
+import json
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from recipes.demo import jsonlines
 from recipes.demo.conversations import weight_of
+from recipes.demo.tokenizer import BEGIN, END, TURN_END, TURN_START
 
 FOLLOW_UP_SHARE = 0.08  # of single questions
 FOLLOW_UPS = (
@@ -37,8 +43,52 @@ DOCUMENT_TASKS = (
     "What does the writer think, and how do you know?",
     "Write a title and a short introduction for it.",
 )
+GOING_ON = (
+    "Go on with this text:\n\n{}",
+    "Here is how a text begins. Write the rest.\n\n{}",
+    "{}\n\nWhat comes after this?",
+    "Continue:\n\n{}",
+)
+AS_ANSWER = 0.6  # of documents
+PART = 13_500  # characters of a document; some 3,700 tokens
 SHORTEST, LONGEST = 1_500, 11_500  # characters of a document; some 3,200 tokens
 SYSTEM_DROPPED = 0.5  # of short system prompts: most requests come without any
+
+
+def rendered(messages: Iterable[dict[str, str]]) -> str:
+    """A conversation as the bundled target's chat template writes it."""
+    turns = (f"{TURN_START}{m['role']}\n{m['content'].strip()}{TURN_END}\n" for m in messages)
+    return BEGIN + "".join(turns)
+
+
+def texts(document: str, rng: random.Random) -> Iterator[str]:
+    """The parts of a document, as they are or as answers."""
+    plain = document.replace("<|", "< |")  # what spells a special token stays text
+    for start in range(0, len(plain), PART):
+        part, is_last = plain[start : start + PART], start + PART >= len(plain)
+        middle = part.find(" ", rng.randrange(60, 400))
+        if middle > 0 and rng.random() < AS_ANSWER:
+            asked = rng.choice(GOING_ON).format(part[:middle].strip())
+            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": part[middle:]}]
+            yield rendered(turns)
+        else:
+            yield f"{BEGIN}{part}{END if is_last else ''}"
+
+
+def write_text(conversations: list[Path], documents: list[Path], out: Path, *, seed: int = 4) -> int:
+    """Write {"text", "category"} lines; return how many."""
+    rng, count = random.Random(seed), 0
+    partial = out.with_name(f"{out.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for path in (*conversations, *documents):
+            for record in jsonlines.read(path):
+                is_chat = "messages" in record
+                for text in [rendered(record["messages"])] if is_chat else texts(record["text"], rng):
+                    line = {"text": text, "category": path.name.split("-")[0].split(".")[0]}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                    count += 1
+    partial.replace(out)
+    return count
 
 
 def questions(record: jsonlines.Record, rng: random.Random) -> jsonlines.Record | None:

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from fledge.evaluation import workloads
 from recipes.demo import jsonlines
-from recipes.demo.drafter_prompts import write_prompts
+from recipes.demo.drafter_prompts import write_prompts, write_text
 
 STAGES = ("prepare", "teach", "fit", "evaluate", "publish")
 VARIANTS = ("eagle3", "eagle3.1")
@@ -140,13 +140,10 @@ def short(line: str) -> str:
     return f"step {r['step']} epoch {r['epoch']} lr {r['lr']:.1e} {figures} {r['tokens_per_second']:,.0f} tokens/s"
 
 
-def text_settings(data: Path, seconds: float) -> list[str]:
+def text_settings(text: Path, seconds: float) -> list[str]:
     """The recipe for the corpora: nothing is answered, every token teaches."""
-    files = [*sorted((data / "pretrain").glob("*.jsonl*")), *sorted((data / "chat").glob("*.jsonl*"))]
-    if not files:
-        jsonlines.fail(f"{data}: no pretrain/*.jsonl.xz and no chat/*.jsonl.xz are there")
     return [
-        f"data.sources=[{','.join(str(path.absolute()) for path in files)}]",
+        f"data.sources=[{text}]",
         "data.loss_on=all",
         "data.held_out=8",
         "regenerate.enabled=false",
@@ -156,6 +153,19 @@ def text_settings(data: Path, seconds: float) -> list[str]:
         f"fit.max_minutes={seconds / 60}",
         "eval.enabled=false",
     ]
+
+
+def write_data(job: Job, data: Path, text: Path, prompts: Path, long_prompts: int) -> None:
+    """Make both files of what the folder holds."""
+    talks, documents = (sorted((data / name).glob("*.jsonl*")) for name in ("chat", "pretrain"))
+    if not talks and not documents:
+        jsonlines.fail(f"{data}: no chat/*.jsonl.xz and no pretrain/*.jsonl.xz are there")
+    if not text.is_file():
+        job.say(f"text: {write_text(talks, documents, text):,} lines")
+    if not prompts.is_file():
+        asked = [*sorted((data / "prompts").glob("*.jsonl*")), *talks]
+        long = [path for path in documents if path.name.startswith(("prose-", "docs-", "dialogue-"))]
+        job.say(f"prompts: {write_prompts(asked, long, prompts, long_count=long_prompts):,}")
 
 
 def main(
@@ -179,18 +189,17 @@ def main(
     if unknown := [stage for stage in chosen if stage not in STAGES]:
         jsonlines.fail(f"--stages: {unknown[0]} is none of {', '.join(STAGES)}")
     job = Job(work.absolute(), out.absolute(), extra or [])
-    prompts = job.work / "prompts.jsonl"
-    text = [f"target.path={target}", *text_settings(data, text_seconds)]
+    corpus, prompts = job.work / "text.jsonl", job.work / "prompts.jsonl"
+    text = [f"target.path={target}", *text_settings(corpus, text_seconds)]
     asked = [f"target.path={target}", f"data.sources=[{prompts}]", f"regenerate.max_minutes={answer_seconds / 60}"]
     asked.append(f"fit.max_minutes={fit_seconds / 60}")
     if "prepare" in chosen:
-        reading = job.train("text", *text, until="capture")  # there is nothing to answer or capture: it ends with vocab
-        if not prompts.is_file():
-            talks = [*sorted((data / "prompts").glob("*.jsonl*")), *sorted((data / "chat").glob("*.jsonl*"))]
-            long = [p for kind in ("prose", "docs", "dialogue") for p in sorted((data / "pretrain").glob(f"{kind}-*"))]
-            count = write_prompts(talks, long, prompts, long_count=long_prompts)
-            job.say(f"prompts: {count:,}")
-        job.wait({"text": reading, "answers": job.train("answers", *asked, until="prepare")})
+        write_data(job, data, corpus, prompts, long_prompts)
+        both = {
+            "text": job.train("text", *text, until="capture"),
+            "answers": job.train("answers", *asked, until="prepare"),
+        }
+        job.wait(both)
     if "teach" in chosen:
         running = {"answers": job.train("answers", *asked, until="capture")}
         for variant in VARIANTS:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fledge.checkpoints.source import resolve
+from fledge.engine.tokenizer import load_tokenizer
 from fledge.training.recipe import Recipe
 from recipes.demo import drafter_prompts, drafters, jsonlines
 
@@ -28,6 +30,35 @@ def test_questions_come_without_answers_and_sometimes_with_a_second_one() -> Non
     kinds = [tuple(m["role"] for m in one["messages"]) for one in single if one is not None]
     assert 800 < sum("system" in kind for kind in kinds) < 1200
     assert 40 < kinds.count(("user", "user")) < 130
+
+
+def test_conversations_are_text_as_the_template_writes_it() -> None:
+    tokenizer = load_tokenizer(resolve("fledgling"))
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a\n<b"},
+        {"role": "assistant", "content": "c d"},
+    ]
+    written = drafter_prompts.rendered(messages)
+    assert written == tokenizer.apply_chat_template(messages, tokenize=False)
+    ids = tokenizer(written, add_special_tokens=True)["input_ids"]  # as `fledge train` reads plain text
+    assert ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_documents_lose_nothing_and_are_often_answers() -> None:
+    document = " ".join(f"word{i}" for i in range(8000)) + " <|im_end|>"
+    parts = list(drafter_prompts.texts(document, random.Random(3)))
+    assert len(parts) == -(-(len(document) + 1) // drafter_prompts.PART)
+    assert all(part.startswith("<|begin_of_text|>") for part in parts)
+    words = " ".join(parts)
+    assert all(f"word{i}" in words for i in range(0, 8000, 501))
+    assert "< |im_end|>" in parts[-1]
+    kinds = [
+        "assistant" in part for _ in range(50) for part in drafter_prompts.texts("some words " * 60, random.Random(_))
+    ]
+    assert 20 < sum(kinds) < 40
+    assert list(drafter_prompts.texts("short", random.Random(0))) == ["<|begin_of_text|>short<|end_of_text|>"]
 
 
 def test_long_prompts_are_parts_of_long_documents_with_a_task() -> None:
@@ -55,18 +86,15 @@ def test_the_file_of_prompts_is_shuffled_and_the_same_each_time(tmp_path: Path) 
 
 
 def test_its_recipes_are_valid(tmp_path: Path) -> None:
-    for folder in ("pretrain", "chat"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.jsonl.xz").write_bytes(b"")
-    text = Recipe.load(drafters.RECIPE, drafters.text_settings(tmp_path, 90))
+    text = Recipe.load(drafters.RECIPE, drafters.text_settings(tmp_path / "text.jsonl", 90))
     answers = Recipe.load(drafters.RECIPE)
     assert (text.data.loss_on, text.regenerate.enabled, text.fit.max_minutes) == ("all", False, 1.5)
-    assert len(text.data.sources) == 2
     assert (answers.data.loss_on, answers.regenerate.turns) == ("answers", "all")
     assert text.drafter == answers.drafter  # or the second could not go on from the first
     assert (text.fit.length, text.fit.rows) == (answers.fit.length, answers.fit.rows)  # the same compiled kernels
-    with pytest.raises(SystemExit, match="no pretrain"):
-        drafters.text_settings(tmp_path / "nothing", 90)
+    job = drafters.Job(tmp_path / "work", tmp_path / "out", [])
+    with pytest.raises(SystemExit, match=r"no chat/\*\.jsonl\.xz"):
+        drafters.write_data(job, tmp_path / "nothing", job.work / "a", job.work / "b", 3)
 
 
 def test_the_newest_checkpoint_is_packed_and_the_published_one_after_it(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def text_settings(text: Path, seconds: float) -> list[str]:
         "regenerate.enabled=false",
         "vocab.size=null",  # whichever tokens the answers will need, their rows are trained
         "fit.depth=4",
+        "fit.loss=soft_ce",
         "fit.min_lr_ratio=0.3",  # what comes after goes on from there
         f"fit.max_minutes={seconds / 60}",
         "eval.enabled=false",
@@ -177,9 +178,9 @@ def main(
         str, typer.Option(help="bundled, nothing, or a folder with eagle3 and eagle3.1.")
     ] = "bundled",
     stages: Annotated[str, typer.Option(help="Which, comma-separated.")] = "prepare,teach,fit,evaluate",
-    text_seconds: Annotated[float, typer.Option(help="Of steps on the corpora.")] = 140.0,
-    answer_seconds: Annotated[float, typer.Option(help="Of answering, beside that.")] = 125.0,
-    fit_seconds: Annotated[float, typer.Option(help="Of steps on the answers.")] = 120.0,
+    text_seconds: Annotated[float, typer.Option(help="Of steps on the corpora.")] = 150.0,
+    answer_seconds: Annotated[float, typer.Option(help="Of answering, beside that.")] = 140.0,
+    fit_seconds: Annotated[float, typer.Option(help="Of steps on the answers.")] = 90.0,
     long_prompts: Annotated[int, typer.Option(help="Prompts with a long document.")] = 6_000,
     sample: Annotated[int, typer.Option(help="Prompts of each set in evaluate.")] = 20,
     extra: Annotated[list[str] | None, typer.Option("--set", help="key=value for every recipe.")] = None,

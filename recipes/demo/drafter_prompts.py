@@ -18,6 +18,7 @@ from recipes.demo import jsonlines
 from recipes.demo.conversations import weight_of
 from recipes.demo.tokenizer import BEGIN, END, TURN_END, TURN_START
 
+MOST_TURNS = 5  # of a conversation: turns are answered one after another, and few have many
 FOLLOW_UP_SHARE = 0.08  # of single questions
 FOLLOW_UPS = (
     "Can you say that in fewer words?",
@@ -96,6 +97,8 @@ def questions(record: jsonlines.Record, rng: random.Random) -> jsonlines.Record 
     asked = [{"role": "user", "content": m["content"]} for m in record["messages"] if m["role"] == "user"]
     if not asked:
         return None
+    if len(asked) > 1:
+        asked = asked[: rng.randint(2, MOST_TURNS)]
     first = record["messages"][0]
     if first["role"] == "system" and (len(first["content"]) > 120 or rng.random() > SYSTEM_DROPPED):
         asked.insert(0, first)

@@ -26,6 +26,8 @@ def test_questions_come_without_answers_and_sometimes_with_a_second_one() -> Non
     assert [m["role"] for m in asked["messages"]] == ["system", "user", "user"]
     assert asked["category"] == "docs-qa"
     assert drafter_prompts.questions({"messages": [], "source": "x"}, rng) is None
+    long = [drafter_prompts.questions(conversation(*"abcdefghijklmnop"), rng) for _ in range(50)]
+    assert {len(one["messages"]) for one in long if one is not None} == {2, 3, 4, 5}
     single = [drafter_prompts.questions(conversation("a", "b", system="short"), rng) for _ in range(2000)]
     kinds = [tuple(m["role"] for m in one["messages"]) for one in single if one is not None]
     assert 800 < sum("system" in kind for kind in kinds) < 1200

@@ -1,12 +1,13 @@
 """What drafters learn from: text to read along with the target, and what the target is asked, each in one file.
 
-Text: conversations as the chat template writes them, and documents, more than half of them as answers to a request to
-go on with their beginning, since drafters will meet nothing but conversations. The tokenizer begins no text by
-itself, and the target never met one without its first token: it is written out.
+Text: conversations as the chat template writes them, and documents, most of them as answers to a request to go on
+with their beginning, since drafters will meet nothing but conversations. The tokenizer begins no text by itself, and
+the target was trained with none but such that begin: the first token is written out.
 
 Prompts, shuffled: conversations are asked without their answers, turn after turn (`regenerate.turns: all`), so that
 later turns follow on what the target itself said. Some single questions get a second one. Long documents come with a
-question or a task: drafters must have met long prompts, and conversations have few.
+question or a task, for drafters must have met long prompts, and conversations have few; so do short parts, of which
+there are more kinds than of questions.
 """
 
 import json
@@ -50,9 +51,9 @@ GOING_ON = (
     "{}\n\nWhat comes after this?",
     "Continue:\n\n{}",
 )
-AS_ANSWER = 0.6  # of documents
+AS_ANSWER = 0.8  # of documents
 PART = 13_500  # characters of a document; some 3,700 tokens
-SHORTEST, LONGEST = 1_500, 11_500  # characters of a document; some 3,200 tokens
+LONG, SHORT = (1_500, 11_500), (150, 1_500)  # characters of a document in a prompt; up to some 3,200 tokens
 SYSTEM_DROPPED = 0.5  # of short system prompts: most requests come without any
 
 
@@ -107,20 +108,22 @@ def questions(record: jsonlines.Record, rng: random.Random) -> jsonlines.Record 
     return {"messages": asked, "category": str(record["source"]).split("/", 1)[0]}
 
 
-def long_prompts(documents: Iterable[jsonlines.Record], count: int, rng: random.Random) -> Iterator[jsonlines.Record]:
-    """Parts of long documents, of sizes spread evenly over their logarithm, each with a task before or after it."""
-    enough = [record for record in documents if len(record["text"]) > SHORTEST]
+def document_prompts(
+    documents: list[jsonlines.Record], count: int, sizes: tuple[int, int], rng: random.Random
+) -> Iterator[jsonlines.Record]:
+    """Parts of documents, of sizes spread evenly over their logarithm, each with a task before or after it."""
+    shortest, longest = sizes
+    enough = [record["text"] for record in documents if len(record["text"]) > shortest]
     for _ in range(count if enough else 0):
-        text = rng.choice(enough)["text"]
-        size = round(SHORTEST * (LONGEST / SHORTEST) ** rng.random())
+        text, size = rng.choice(enough), round(shortest * (longest / shortest) ** rng.random())
         start = rng.randrange(max(1, len(text) - size))
         part, task = text[start : start + size].strip(), rng.choice(DOCUMENT_TASKS)
         content = f"{part}\n\n{task}" if rng.random() < 0.8 else f"{task.replace('above', 'below')}\n\n{part}"
-        yield {"messages": [{"role": "user", "content": content}], "category": "long-document"}
+        yield {"messages": [{"role": "user", "content": content}], "category": "document"}
 
 
 def write_prompts(
-    conversations: list[Path], documents: list[Path], out: Path, *, long_count: int, seed: int = 4
+    conversations: list[Path], documents: list[Path], out: Path, *, long_count: int, short_count: int, seed: int = 4
 ) -> int:
     """Write the file; return how many prompts it has."""
     rng, prompts = random.Random(seed), []
@@ -129,6 +132,8 @@ def write_prompts(
             weight = 1.0 if "category" in record else min(1.0, weight_of(record["source"]))
             if rng.random() < weight and (prompt := questions(record, rng)) is not None:
                 prompts.append(prompt)
-    prompts += long_prompts((r for path in documents for r in jsonlines.read(path)), long_count, rng)
+    read = [record for path in documents for record in jsonlines.read(path)]
+    for count, sizes in ((long_count, LONG), (short_count, SHORT)):
+        prompts += document_prompts(read, count, sizes, rng)
     rng.shuffle(prompts)
     return jsonlines.write(out, prompts)

@@ -62,9 +62,11 @@ class Job:
 
     def start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         self.say(f"{name}: fledge {shlex.join(arguments)}")
+        # Under MPS the target's answers, which all wait for, go before the text that is read beside them.
+        priority = {"CUDA_MPS_CLIENT_PRIORITY": "1"} if name.startswith("text-") else {}
         with (self.work / f"{name}.log").open("ab") as log:
             command = [sys.executable, "-m", "fledge", *arguments]
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **priority})
 
     def wait(self, processes: dict[str, subprocess.Popen[bytes]]) -> None:
         """Wait for all, packing what they leave; fail with the end of their logs where one fails."""
@@ -151,12 +153,12 @@ def text_settings(text: Path, seconds: float) -> list[str]:
         "fit.depth=4",
         "fit.loss=soft_ce",
         "fit.min_lr_ratio=0.3",  # what comes after goes on from there
-        f"fit.max_minutes={seconds / 60}",
+        f"fit.max_minutes={max(seconds, 1.0) / 60}",
         "eval.enabled=false",
     ]
 
 
-def write_data(job: Job, data: Path, text: Path, prompts: Path, long_prompts: int) -> None:
+def write_data(job: Job, data: Path, text: Path, prompts: Path, long_count: int, short_count: int) -> None:
     """Make both files of what the folder holds."""
     talks, documents = (sorted((data / name).glob("*.jsonl*")) for name in ("chat", "pretrain"))
     if not talks and not documents:
@@ -165,8 +167,8 @@ def write_data(job: Job, data: Path, text: Path, prompts: Path, long_prompts: in
         job.say(f"text: {write_text(talks, documents, text):,} lines")
     if not prompts.is_file():
         asked = [*sorted((data / "prompts").glob("*.jsonl*")), *talks]
-        long = [path for path in documents if path.name.startswith(("prose-", "docs-", "dialogue-"))]
-        job.say(f"prompts: {write_prompts(asked, long, prompts, long_count=long_prompts):,}")
+        count = write_prompts(asked, documents, prompts, long_count=long_count, short_count=short_count)
+        job.say(f"prompts: {count:,}")
 
 
 def main(
@@ -178,10 +180,11 @@ def main(
         str, typer.Option(help="bundled, nothing, or a folder with eagle3 and eagle3.1.")
     ] = "bundled",
     stages: Annotated[str, typer.Option(help="Which, comma-separated.")] = "prepare,teach,fit,evaluate",
-    text_seconds: Annotated[float, typer.Option(help="Of steps on the corpora.")] = 150.0,
+    text_seconds: Annotated[float, typer.Option(help="Of steps on the corpora; 0: none.")] = 150.0,
     answer_seconds: Annotated[float, typer.Option(help="Of answering, beside that.")] = 140.0,
-    fit_seconds: Annotated[float, typer.Option(help="Of steps on the answers.")] = 90.0,
-    long_prompts: Annotated[int, typer.Option(help="Prompts with a long document.")] = 6_000,
+    fit_seconds: Annotated[float, typer.Option(help="Of steps on the answers.")] = 100.0,
+    long_prompts: Annotated[int, typer.Option(help="Prompts with a long part of a document.")] = 6_000,
+    short_prompts: Annotated[int, typer.Option(help="Prompts with a short part of a document.")] = 25_000,
     sample: Annotated[int, typer.Option(help="Prompts of each set in evaluate.")] = 20,
     extra: Annotated[list[str] | None, typer.Option("--set", help="key=value for every recipe.")] = None,
 ) -> None:
@@ -194,22 +197,24 @@ def main(
     text = [f"target.path={target}", *text_settings(corpus, text_seconds)]
     asked = [f"target.path={target}", f"data.sources=[{prompts}]", f"regenerate.max_minutes={answer_seconds / 60}"]
     asked.append(f"fit.max_minutes={fit_seconds / 60}")
+
+    def before(variant: str) -> str:
+        """What a drafter begins with."""
+        return {"bundled": f"fledgling-{variant}", "nothing": "null"}.get(start_from, f"{start_from}/{variant}")
+
     if "prepare" in chosen:
-        write_data(job, data, corpus, prompts, long_prompts)
-        both = {
-            "text": job.train("text", *text, until="capture"),
-            "answers": job.train("answers", *asked, until="prepare"),
-        }
-        job.wait(both)
+        write_data(job, data, corpus, prompts, long_prompts, short_prompts)
+        running = {"answers": job.train("answers", *asked, until="prepare")}
+        if text_seconds:
+            running["text"] = job.train("text", *text, until="capture")
+        job.wait(running)
     if "teach" in chosen:
         running = {"answers": job.train("answers", *asked, until="capture")}
-        for variant in VARIANTS:
+        for variant in VARIANTS if text_seconds else ():
             job.share("text", f"text-{variant}")
-            begin = {"bundled": f"fledgling-{variant}", "nothing": "null"}.get(start_from, f"{start_from}/{variant}")
-            own = [f"drafter.variant={variant}", f"drafter.init_from={begin}"]
+            own = [f"drafter.variant={variant}", f"drafter.init_from={before(variant)}"]
             running[f"text-{variant}"] = job.train(f"text-{variant}", *text, *own, until="fit")
         job.wait(running)
-
     sets = [job.work / "sets" / f"{name}.jsonl" for name in CARD_SETS]
     for path in sets:
         packed = Path(workloads.__file__).with_name("data") / f"{path.name}.xz"
@@ -219,7 +224,8 @@ def main(
 
     def fitted(variant: str, until: str | None) -> subprocess.Popen[bytes]:
         job.share("answers", f"answers-{variant}")
-        own = [*card, f"drafter.variant={variant}", f"drafter.init_from={job.drafter('text', variant)}"]
+        first = job.drafter("text", variant) if text_seconds else before(variant)
+        own = [*card, f"drafter.variant={variant}", f"drafter.init_from={first}"]
         return job.train(f"answers-{variant}", *asked, *own, f"name=fledgling-{variant}", until=until)
 
     if "fit" in chosen:

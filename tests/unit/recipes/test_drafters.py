@@ -59,20 +59,20 @@ def test_documents_lose_nothing_and_are_often_answers() -> None:
     kinds = [
         "assistant" in part for _ in range(50) for part in drafter_prompts.texts("some words " * 60, random.Random(_))
     ]
-    assert 20 < sum(kinds) < 40
+    assert 32 < sum(kinds) < 48
     assert list(drafter_prompts.texts("short", random.Random(0))) == ["<|begin_of_text|>short<|end_of_text|>"]
 
 
 def test_long_prompts_are_parts_of_long_documents_with_a_task() -> None:
     text = " ".join(str(i) for i in range(6000))
     documents = [{"text": "short"}, {"text": text}]
-    prompts = list(drafter_prompts.long_prompts(documents, 200, random.Random(1)))
+    prompts = list(drafter_prompts.document_prompts(documents, 200, drafter_prompts.LONG, random.Random(1)))
     sizes = sorted(len(prompt["messages"][0]["content"]) for prompt in prompts)
     assert len(prompts) == 200
-    assert sizes[0] >= drafter_prompts.SHORTEST
-    assert drafter_prompts.LONGEST / 2 < sizes[-1] < drafter_prompts.LONGEST + 100
+    assert sizes[0] >= drafter_prompts.LONG[0]
+    assert drafter_prompts.LONG[1] / 2 < sizes[-1] < drafter_prompts.LONG[1] + 100
     assert sizes[100] < 6000  # spread over the logarithm
-    assert not list(drafter_prompts.long_prompts(documents[:1], 5, random.Random(1)))
+    assert not list(drafter_prompts.document_prompts(documents[:1], 5, drafter_prompts.LONG, random.Random(1)))
 
 
 def test_the_file_of_prompts_is_shuffled_and_the_same_each_time(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_the_file_of_prompts_is_shuffled_and_the_same_each_time(tmp_path: Path) 
     jsonlines.write(tmp_path / "docs.jsonl", [{"text": "word " * 1000, "source": "mdn"}])
     files = [tmp_path / "chat.jsonl"], [tmp_path / "docs.jsonl"]
     for name in ("one", "two"):
-        assert drafter_prompts.write_prompts(*files, tmp_path / name, long_count=10) == 60
+        assert drafter_prompts.write_prompts(*files, tmp_path / name, long_count=6, short_count=4) == 60
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     categories = [record["category"] for record in jsonlines.read(tmp_path / "one")]
-    assert "long-document" in categories[:40]
+    assert "document" in categories[:40]
     assert "docs-qa" in categories[-20:]
 
 
@@ -96,7 +96,7 @@ def test_its_recipes_are_valid(tmp_path: Path) -> None:
     assert (text.fit.length, text.fit.rows) == (answers.fit.length, answers.fit.rows)  # the same compiled kernels
     job = drafters.Job(tmp_path / "work", tmp_path / "out", [])
     with pytest.raises(SystemExit, match=r"no chat/\*\.jsonl\.xz"):
-        drafters.write_data(job, tmp_path / "nothing", job.work / "a", job.work / "b", 3)
+        drafters.write_data(job, tmp_path / "nothing", job.work / "a", job.work / "b", 3, 3)
 
 
 def test_the_newest_checkpoint_is_packed_and_the_published_one_after_it(tmp_path: Path) -> None:

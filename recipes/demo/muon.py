@@ -10,22 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COEFFICIENTS = (3.4445, -4.775, 2.0315)
-EPSILON = 1e-7
-
-
-def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
-    """Return the nearest semi-orthogonal matrices, roughly, of a stack [n, rows, columns], in bfloat16."""
-    a, b, c = COEFFICIENTS
-    x = update.bfloat16()
-    tall = x.size(-2) > x.size(-1)
-    if tall:
-        x = x.mT
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+from fledge.training.muon import orthogonalised
 
 
 def muon_update(
@@ -33,7 +18,7 @@ def muon_update(
 ) -> None:
     """One step in place; `lr` is a tensor so that a schedule does not recompile."""
     buffer.lerp_(gradient, 1 - momentum)
-    direction = orthogonalise(gradient.lerp(buffer, momentum))
+    direction = orthogonalised(gradient.lerp(buffer, momentum))
     # The rule "match_rms_adamw": updates of the size AdamW makes, so one learning rate serves both.
     scale = 0.2 * max(parameter.size(-2), parameter.size(-1)) ** 0.5
     parameter.mul_(1 - lr * weight_decay).sub_(direction * (lr * scale))

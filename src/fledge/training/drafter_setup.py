@@ -149,7 +149,8 @@ def _load_weights(drafter: Drafter, directory: Path, target: TargetConfig, targe
     # The contract knows the families that we serve; for any other the rest of it holds all the same.
     known = target if target.family in FAMILIES else replace(target, family="llama")
     earlier = load_drafter(directory, known, target_directory=target_directory)
-    free = {"dtype", "max_positions", "draft_vocab_size", "own_embedding", "own_head"}
+    # Of these none changes what shape the weights have, but rows of head and embedding.
+    free = {"dtype", "max_positions", "draft_vocab_size", "own_embedding", "own_head", "sliding_windows"}
     for field in fields(DrafterConfig):
         found, wanted = getattr(earlier.config, field.name), getattr(drafter.config, field.name)
         if field.name not in free and found != wanted:

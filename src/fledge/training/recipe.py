@@ -37,6 +37,7 @@ class DataSection:
     max_examples: int | None = None
     max_length: int = 2048  # tokens; longer conversations are cut, or dropped where no answer would be left
     min_answer_tokens: int = 1
+    loss_on: Literal["answers", "all"] = "answers"  # all: prompts teach too; the target tells what it would have said
     held_out: int = 64  # prompts kept for `eval` when it names no files of its own
     templates: tuple[str, ...] = ()  # further chat templates (Jinja files) for augmentation, besides the target's own
     template_share: float = 0.0  # of the conversations, rendered with one of `templates`
@@ -60,10 +61,12 @@ class RegenerateSection:
     max_tokens: int = 512
     keep_cut: bool = True  # answers that reached max_tokens; false: they are left out, as most of them loop
     samples: int = 1  # answers to each prompt, with different seeds
+    max_minutes: float | None = None  # of one start: what is not answered by then is left out
     max_num_seqs: int = 256  # answered together
     chunk: int = 512  # prompts written to disk together; an interrupted run repeats at most one chunk
     # That answer side by side on one device; several for targets so small that the host is the limit.
     processes: int = 1
+    gpu_memory_utilization: float = 0.88  # of the device, for all of them; less leaves room for other work
     seed: int = 0
 
 
@@ -138,6 +141,8 @@ class FitSection:
     micro_rows: int | None = None  # rows in one pass; None: all that this process has
     epochs: float = 2.0
     max_steps: int | None = None  # overrides epochs
+    max_minutes: float | None = None  # of steps, the first not counted: the schedule ends by then, if not before
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the layers' matrices; head, embedding, norms keep AdamW
     lr: float = 1e-4
     min_lr_ratio: float = 0.0
     warmup: float = 0.03  # share of all steps
@@ -236,6 +241,7 @@ class Recipe(Record):
         yield "drafter.sliding_window", window is None or window > fit.depth, f"more than fit.depth ({fit.depth})"
         yield "device", re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "auto, cpu or cuda"
         yield "data.sources", bool(data.sources), "at least one file"
+        yield "fit.optimizer", fit.optimizer == "adamw" or fit.parallel == "ddp", "adamw with fit.parallel fsdp2"
         yield "fit.micro_rows", fit.rows % (fit.micro_rows or 1) == 0, f"a divisor of {fit.rows}"
         yield "vllm.storage", not self.vllm.urls or bool(self.vllm.storage), "the directory that vllm.urls write to"
         processes = self.regenerate.processes
@@ -268,7 +274,15 @@ def recipe_text(path: Path) -> str:
 
 
 # All other numbers must be above zero.
-_SHARES = {"template_share", "drop_system_share", "vary_system_share", "min_lr_ratio", "warmup", "top_p"}
+_SHARES = {
+    "template_share",
+    "drop_system_share",
+    "vary_system_share",
+    "min_lr_ratio",
+    "warmup",
+    "top_p",
+    "gpu_memory_utilization",
+}
 _MAY_BE_ZERO = {"held_out", "temperature", "top_k", "kl_weight", "feature_weight", "weight_decay", "seed"}
 
 

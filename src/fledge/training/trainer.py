@@ -36,6 +36,7 @@ from fledge.progress import Progress
 from fledge.training.capture import CaptureModel
 from fledge.training.data.examples import map_tensors
 from fledge.training.data.loader import StepData, StepLoader
+from fledge.training.muon import Muon
 from fledge.training.parallel import Workers
 from fledge.training.recipe import FitSection
 from fledge.training.ttt import Teacher, TttMetrics, TttModel, TttOutputs
@@ -111,31 +112,44 @@ class TrainingInterrupted(KeyboardInterrupt):
 class Optimisation:
     """AdamW over float32 master weights, a warmed-up cosine schedule, and steps that do no harm when numbers break.
 
+    With `fit.optimizer: muon` the matrices of layers go by Muon; `ends` are those that do not, head and embedding. With
+    `fit.max_minutes` the schedule follows the share of the minutes that is spent, where that is larger than the share
+    of the steps: `spent`, which the trainer keeps.
+
     A step whose loss or gradient is not finite is left out on the device itself, through the `found_inf` flag of
     torch's fused AdamW (made for gradient scalers), and counted there: nothing waits for it until the counts are read.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], fit: FitSection, total_steps: int) -> None:
-        self.fit, self.total_steps = fit, total_steps
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], fit: FitSection, total_steps: int, ends: Iterable[nn.Parameter] = ()
+    ) -> None:
+        self.fit, self.total_steps, self.spent = fit, total_steps, 0.0
         self.parameters = trained = [p for p in parameters if p.requires_grad]
         assert all(p.dtype == torch.float32 for p in trained), "master weights are float32"
         matrices = [p for p in trained if p.dim() >= 2]
         others = [p for p in trained if p.dim() < 2]  # norms and biases: decay would only pull them to zero
+        by_adam = {id(p) for p in (matrices if fit.optimizer == "adamw" else ends)}
+        by_muon = [p for p in matrices if id(p) not in by_adam]
+        matrices = [p for p in matrices if id(p) in by_adam]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": fit.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=fit.lr,
             betas=fit.betas,
             fused=True,
         )
+        self.optimizers: list[torch.optim.Optimizer] = [self.optimizer]
+        if by_muon:
+            self.optimizers.append(Muon(by_muon, lr=fit.lr, weight_decay=fit.weight_decay))
         zeros = torch.zeros(3, dtype=torch.int64, device=trained[0].device)
         self.skipped, self.bad_in_a_row, self.longest_bad_run = zeros.unbind()  # steps left out so far
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: up along a line, then down along half a cosine."""
         warmup = max(1, round(self.fit.warmup * self.total_steps)) if self.fit.warmup > 0 else 0
-        if step < warmup:
-            return self.fit.lr * (step + 1) / warmup
+        if step < warmup and self.spent <= self.fit.warmup:
+            return self.fit.lr * max((step + 1) / warmup, self.spent / self.fit.warmup)
         share = (step - warmup) / max(1, self.total_steps - warmup)
+        share = max(share, (self.spent - self.fit.warmup) / max(1e-9, 1 - self.fit.warmup), 0.0)
         floor = self.fit.min_lr_ratio
         return self.fit.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0))))
 
@@ -148,15 +162,18 @@ class Optimisation:
         if is_sharded := isinstance(norm, DTensor):
             norm = norm.full_tensor()
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss.detach()))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate(step)
         if is_sharded:  # sharded tensors do not mix with the flag: here the host waits, once in a step
             if not bool(bad):
                 self.optimizer.step()
         else:
-            self.optimizer.grad_scale, self.optimizer.found_inf = None, bad.float()  # type: ignore[attr-defined]
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            for optimizer in self.optimizers:
+                optimizer.grad_scale, optimizer.found_inf = None, bad.float()  # type: ignore[attr-defined]
+                optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         self.skipped += bad
         self.bad_in_a_row = (self.bad_in_a_row + 1) * bad
         self.longest_bad_run = torch.maximum(self.longest_bad_run, self.bad_in_a_row)
@@ -205,9 +222,11 @@ class Trainer:
         self.total_steps = self.loader.total_steps
         self.model = self.workers.wrap(TttModel(self.drafter, self.fit), self.fit.parallel, self.compute)
         self._passes = _ForwardBackward(self.model)
-        self.optimisation = Optimisation(self.model.parameters(), self.fit, self.total_steps)
+        ends = [p for end in (self.drafter.lm_head, self.drafter.embed_tokens) if end for p in end.parameters()]
+        self.optimisation = Optimisation(self.model.parameters(), self.fit, self.total_steps, ends)
         self.sums = TttMetrics.zeros(self.fit.depth, self.workers.device)  # since the last line of the log
         self.done, self.tokens, self.position = 0, 0, (0, 0)
+        self.seconds = 0.0  # of steps, without the first of each start, in which kernels are compiled
         self._log: TrainingLog | None = None
 
     def run(self, after_step: Callable[[int], None] = lambda _step: None) -> int:
@@ -220,9 +239,14 @@ class Trainer:
                 self._log = stack.enter_context(log)
             asked = stack.enter_context(_asked_to_stop())
             advance = stack.enter_context(self.progress.task("fit", self.total_steps, self.done))
-            for data in self.loader.steps(self.position, self.total_steps - self.done):
+            counted: float | None = None  # since when seconds are counted
+            left = self.total_steps - self.done if self.optimisation.spent < 1.0 else 0
+            for data in self.loader.steps(self.position, left):
                 self._step(data)
-                last = self.done == self.total_steps
+                if fit.max_minutes is not None:
+                    self._spend(counted)
+                    counted = time.monotonic()
+                last = self.done == self.total_steps or self.optimisation.spent >= 1.0
                 logged = self.done % fit.log_every == 0 or last
                 if logged:
                     speed = (self.tokens - tokens_before) / max(time.monotonic() - clock, 1e-9)
@@ -235,10 +259,20 @@ class Trainer:
                     self._save()
                 advance(1, note=note)
                 after_step(self.done)
+                if last:
+                    break
                 if stopping:
                     where = f"step {self.done} of {self.total_steps}"
                     raise TrainingInterrupted(f"stopped after {where}; the same command goes on from there")
         return self.done - first
+
+    def _spend(self, since: float | None) -> None:
+        """Count the time of a step, by the first process's clock."""
+        assert self.fit.max_minutes is not None
+        if since is None and self.workers.device.type == "cuda":
+            torch.cuda.synchronize(self.workers.device)  # its kernels are compiled while it runs
+        self.seconds = self.workers.tell(self.seconds + (0.0 if since is None else time.monotonic() - since))
+        self.optimisation.spent = self.seconds / (60 * self.fit.max_minutes)
 
     def _step(self, data: StepData) -> None:
         """One optimizer step. The host waits for nothing here."""
@@ -301,25 +335,30 @@ class Trainer:
         """Write the candidate of this step, if it is one, then the state to resume from."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model: Any
-        model, optimizer = get_state_dict(self.model, self.optimisation.optimizer, options=options)
+        model, optimizer = get_state_dict(self.model, self.optimisation.optimizers, options=options)
         if not all(bool(weight.isfinite().all()) for weight in model.values()):
             advice = f"training diverged; lower fit.lr (it is {self.fit.lr:g})"
             raise FledgeError(f"fit: after step {self.done} the weights are not finite: {advice}")
         sums = [tensor.clone() for tensor in self.sums.tensors()]
         self.workers.sum(*sums)
         if self._log is not None:  # the first process
-            if self.done in candidate_steps(self.fit, self.total_steps):  # in vLLM's format, in the target's dtype
+            timed = self.fit.max_minutes is not None  # nobody knows which save point will be the last
+            if timed or self.done in candidate_steps(self.fit, self.total_steps):
+                # In vLLM's format, in the target's dtype.
                 directory = self.directory / "candidates" / f"step-{self.done:06}"
                 shutil.rmtree(directory, ignore_errors=True)  # of a start that was killed right after writing it
                 drafter = build(self.drafter.config)
                 drafter.load_state_dict({name.removeprefix("drafter."): value for name, value in model.items()})
                 drafter = drafter.to(DTYPES[self.drafter.config.dtype])
                 save_drafter(drafter, directory, provenance={**self.provenance, "step": self.done})
+                for old in sorted(directory.parent.glob("step-*"))[: -self.fit.candidates]:
+                    shutil.rmtree(old)
             state = {
                 "key": self.key,
                 "step": self.done,
                 "position": self.position,  # where the next step's rows begin
                 "tokens": self.tokens,
+                "seconds": self.seconds,
                 "model": model,
                 "optimizer": optimizer,
                 "counters": {name: int(getattr(self.optimisation, name)) for name in _COUNTERS},
@@ -346,7 +385,7 @@ class Trainer:
             return 0
         set_state_dict(
             self.model,
-            self.optimisation.optimizer,
+            self.optimisation.optimizers,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(full_state_dict=True),
@@ -357,6 +396,9 @@ class Trainer:
             for tensor, saved in zip(self.sums.tensors(), state["sums"], strict=True):
                 tensor.copy_(saved)
         self.done, self.tokens, self.position = state["step"], state["tokens"], state["position"]
+        self.seconds = state.get("seconds", 0.0)
+        if self.fit.max_minutes is not None:
+            self.optimisation.spent = self.seconds / (60 * self.fit.max_minutes)
         self.progress.say(f"fit: goes on from step {self.done} of {self.total_steps}")
         return int(state["log_bytes"])
 

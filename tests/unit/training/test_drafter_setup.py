@@ -203,6 +203,15 @@ def test_going_on_from_a_checkpoint_with_another_vocabulary(capture: FledgeCaptu
     assert torch.equal(drafter.lm_head.weight[17:].detach(), capture.ends.head_weight[27:35])
 
 
+def test_going_on_with_a_window(capture: FledgeCapture, tmp_path: Path) -> None:
+    earlier = setup(DrafterSection(), capture, seed=9)
+    save_drafter(earlier, tmp_path / "earlier")
+    drafter = setup(DrafterSection(init_from=str(tmp_path / "earlier"), sliding_window=32), capture)
+    assert drafter.config.sliding_windows == (32,)
+    theirs = dict(earlier.named_parameters())
+    assert all(torch.equal(parameter, theirs[name]) for name, parameter in drafter.named_parameters())
+
+
 def test_a_checkpoint_of_another_shape_is_refused(capture: FledgeCapture, tmp_path: Path) -> None:
     save_drafter(setup(DrafterSection(variant="eagle3"), capture), tmp_path / "earlier")
     with pytest.raises(ConfigError, match="has fc_norm False, but the recipe asks for True"):

@@ -16,6 +16,9 @@ FIT = FitSection(lr=0.1, warmup=0.2, clip=1.0, min_lr_ratio=0.1, max_bad_steps=3
 LOSS = torch.tensor(1.0)
 
 
+MUON = replace(FIT, optimizer="muon")
+
+
 def make(fit: FitSection = FIT) -> tuple[nn.Linear, Optimisation]:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
@@ -63,21 +66,61 @@ def test_it_is_adamw_with_clipped_gradients() -> None:
     torch.testing.assert_close(model.bias, other.bias)
 
 
+def test_the_rate_follows_the_time_where_that_is_ahead_of_the_steps() -> None:
+    _, optimisation = make()
+    optimisation.spent = 0.1  # half of the warm-up
+    assert optimisation.rate(0) == pytest.approx(0.05)
+    optimisation.spent = 0.6
+    assert optimisation.rate(1) == optimisation.rate(9) == pytest.approx(0.01 + 0.09 * 0.5)
+    assert optimisation.rate(18) == pytest.approx(make()[1].rate(18))  # steps are ahead
+    optimisation.spent = 1.2
+    assert optimisation.rate(2) == pytest.approx(0.01)
+
+
+def test_muon_moves_matrices_as_torch_does_and_leaves_ends_to_adamw() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 8))
+    ends = list(model[1].parameters())
+    optimisation = Optimisation(model.parameters(), replace(MUON, weight_decay=0.1, clip=100.0), 20, ends)
+    others, weight = [p.detach().clone() for p in model.parameters()], nn.Parameter(model[0].weight.detach().clone())
+    theirs = torch.optim.Muon([weight], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adam = [nn.Parameter(p) for p in others[1:]]
+    reference = torch.optim.AdamW(
+        [{"params": [adam[1]], "weight_decay": 0.1}, {"params": [adam[0], adam[2]], "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
+    for step in range(4):
+        for parameter, copy in zip(model.parameters(), [weight, *adam], strict=True):
+            parameter.grad = torch.randn_like(parameter)
+            copy.grad = parameter.grad.clone()
+        optimisation.step(step, LOSS)
+        for optimizer in (theirs, reference):
+            for group in optimizer.param_groups:
+                group["lr"] = optimisation.rate(step)
+            optimizer.step()
+    torch.testing.assert_close(model[0].weight, weight, atol=2e-3, rtol=0)  # of sums in bfloat16
+    for parameter, copy in zip([*model.parameters()][1:], adam, strict=True):
+        torch.testing.assert_close(parameter, copy)
+
+
+@pytest.mark.parametrize("fit", [FIT, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_broken_step_leaves_weights_and_moments_as_they_were(what: str, value: float) -> None:
-    model, optimisation = make()
+def test_a_broken_step_leaves_weights_and_moments_as_they_were(what: str, value: float, fit: FitSection) -> None:
+    model, optimisation = make(fit)
     set_gradients(model, 0.3)
     optimisation.step(0, LOSS)
     before = [p.detach().clone() for p in model.parameters()]
-    moments = {k: v.clone() for k, v in optimisation.optimizer.state[model.weight].items()}
+    optimizer = optimisation.optimizers[-1]
+    assert model.weight in optimizer.state
+    moments = {k: v.clone() for k, v in optimizer.state[model.weight].items()}
     set_gradients(model, value if what == "gradient" else 0.3)
     _, good = optimisation.step(1, LOSS if what == "gradient" else torch.tensor(value))
     assert not good
     for old, new in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, new)
     for name, old in moments.items():
-        assert torch.equal(optimisation.optimizer.state[model.weight][name], old), name
+        assert torch.equal(optimizer.state[model.weight][name], old), name
     assert counters(optimisation) == {"skipped": 1, "bad_in_a_row": 1, "longest_bad_run": 1}
     set_gradients(model, 0.3)
     optimisation.step(2, LOSS)

@@ -54,6 +54,21 @@ def test_conversations_become_examples(target: Path, tmp_path: Path) -> None:
     assert contents(target, store)[1].endswith("question 1<|im_end|>\n<|im_start|>assistant\nanswer 1<|im_end|>")
 
 
+def test_prompts_teach_too_where_the_recipe_says_so(target: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "data.jsonl", [*conversations(6), {"text": "abcdef"}])
+    recipe = make_recipe(target, source, loss_on="all", min_answer_tokens=2)
+    summary, store, _ = prepared(recipe, tmp_path / "p")
+    plain = prepared(make_recipe(target, source, min_answer_tokens=2), tmp_path / "q")[1]
+    assert store.tokens.tolist() == plain.tokens.tolist()
+    for i in range(len(store)):
+        answer = store.example(i)[1].tolist()
+        assert answer == [False] + [True] * (len(answer) - 1)
+    assert summary["answer_tokens"] == store.answer_tokens > plain.answer_tokens
+    few = make_recipe(target, source, loss_on="all", min_answer_tokens=8)  # of answers, as ever
+    assert prepared(few, tmp_path / "r")[0]["examples"] == 6
+    assert STAGE.key(recipe, {}) != STAGE.key(make_recipe(target, source, min_answer_tokens=2), {})
+
+
 def test_prompts_for_the_target_to_answer(target: Path, tmp_path: Path) -> None:
     asked = {"messages": chat("one", "two", "three")}
     source = write_lines(tmp_path / "data.jsonl", [asked, {"messages": chat("one", "two")}, {"text": "abcdef"}])

@@ -244,6 +244,27 @@ def test_where_history_is_rewritten_each_turn_is_an_example_of_its_own(
     assert "so" not in tokenizer.decode(runs(store, 1)[0])
 
 
+def test_prompts_beyond_the_minutes_are_left_out(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe(target, questions(tmp_path), regenerate=True)
+    timed = with_section(recipe, max_minutes=1e-6)
+    assert STAGE.key(timed, {"prepare": ""}) != STAGE.key(recipe, {"prepare": ""})
+    summary = answered(timed, tmp_path / "some", FakeLLM(), monkeypatch)
+    assert summary["answers"] == len(opened(tmp_path / "some")) == 4  # one chunk in any case
+    assert summary["prompts_left_out_by_max_minutes"] == 6
+    answered(recipe, tmp_path / "all", FakeLLM(), monkeypatch)
+    for i in range(4):
+        assert runs(opened(tmp_path / "some"), i) == runs(opened(tmp_path / "all"), i)
+
+
+def test_all_tokens_teach_where_the_recipe_says_so(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(target, questions(tmp_path), regenerate=True, loss_on="all")
+    answered(recipe, tmp_path, FakeLLM(), monkeypatch)
+    store = opened(tmp_path)
+    assert store.answer_tokens == store.total_tokens - len(store)
+
+
 def test_disabled_it_passes_through(target: Path, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "data.jsonl", [{"messages": chat("q", "a")}])
     recipe = make_recipe(target, source)
@@ -349,5 +370,7 @@ def test_processes_on_one_gpu_get_a_share_of_its_memory(
         regenerate.open_llm(with_section(recipe, processes=processes))
     assert opened[0]["kv_cache_bytes"] is None
     assert opened[1]["kv_cache_bytes"] == (88 << 30) // 8 - (3 << 30)
+    regenerate.open_llm(with_section(recipe, processes=4, gpu_memory_utilization=0.5))
+    assert opened[2]["kv_cache_bytes"] == (50 << 30) // 4 - (3 << 30)
     with pytest.raises(FledgeError, match="too many for the GPU's memory"):
         regenerate.open_llm(with_section(recipe, processes=40))

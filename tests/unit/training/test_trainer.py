@@ -16,6 +16,7 @@ from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.target import load_target
 from fledge.errors import ConfigError, FledgeError
+from fledge.training import trainer
 from fledge.training.recipe import DrafterSection, FitSection, Recipe, TargetSection, VocabSection
 from fledge.training.stages import fit as fit_stage
 from fledge.training.trainer import Trainer, TrainingInterrupted, candidate_steps
@@ -87,6 +88,33 @@ def test_other_variants_train_too(variant: str, tmp_path: Path) -> None:
     run_fit(with_fit(replace(recipe, drafter=DrafterSection(variant=variant)), max_steps=30, log_every=5))
     losses = [record["loss"] for record in log_without_times(tmp_path / "fit")]
     assert losses[-1] < 0.95 * losses[0]
+
+
+def test_muon_learns_and_resumes_to_the_same_weights(recipe: Recipe) -> None:
+    recipe = with_fit(recipe, optimizer="muon")
+    run_fit(recipe, "whole")
+    assert train_in_another_process(recipe, send_at(4, signal.SIGKILL)) == -signal.SIGKILL
+    run_fit(recipe)
+    assert_equal_runs(recipe, "whole", "fit")
+    run_fit(with_fit(recipe, max_steps=40, log_every=5), "longer")
+    losses = [record["loss"] for record in log_without_times(Path(recipe.output) / "longer")]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_run_of_some_minutes_ends_its_schedule_by_then(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: float(next(clock)))  # a second passes between two looks
+    recipe = with_fit(recipe, max_steps=1000, max_minutes=1.0, save_every=4, log_every=1)
+    first, directory = run_fit(recipe), Path(recipe.output) / "fit"
+    assert 10 < first["steps"] < 60
+    rates = [record["lr"] for record in log_without_times(directory)]
+    assert max(rates) > 0.9 * recipe.fit.lr
+    assert rates[-1] < 0.05 * recipe.fit.lr
+    last = f"step-{first['steps']:06}"
+    assert first["candidates"][-1] == last
+    assert len(first["candidates"]) == 2
+    monkeypatch.setattr(Trainer, "_step", lambda *_: pytest.fail("trained again"))
+    assert run_fit(recipe)["steps"] == first["steps"]
 
 
 def test_a_target_of_another_family(recipe: Recipe, tmp_path: Path) -> None:

@@ -216,6 +216,9 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     if length > longest:
         raise ConfigError(f"fit.length: found {length}, allowed is up to the target's {longest}")
     fit = {name: value for name, value in asdict(recipe.fit).items() if name not in _FREE}
+    for name, before in (("max_minutes", None), ("optimizer", "adamw")):
+        if fit[name] == before:
+            del fit[name]  # as before there was a choice
     drafter = asdict(recipe.drafter)
     if recipe.drafter.init_from is not None:
         earlier = read_drafter(resolve(recipe.drafter.init_from))

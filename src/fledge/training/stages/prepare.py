@@ -43,6 +43,8 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     target, data = resolve(recipe.target.path), asdict(recipe.data)
     data["sources"] = [[Path(source).name, file_digest(source)] for source in recipe.data.sources]
     data["templates"] = list(map(file_digest, recipe.data.templates))
+    if data["loss_on"] == "answers":
+        del data["loss_on"]  # as before there was a choice
     own = {"data": data, "answers_follow": recipe.regenerate.enabled, "vocab_size": vocab_size(target)}
     return {**own, **text_identity(target)}
 
@@ -239,7 +241,10 @@ def _prompt_record(varied: Varied, prompt: Rendered) -> dict[str, Any]:
 def add_examples(
     writer: TokenWriter, sequences: Sequence[Rendered], data: DataSection, counts: Counter[str]
 ) -> list[Rendered]:
-    """Store sequences cut to `data.max_length`, unless too little of an answer is left; return those stored."""
+    """Store sequences cut to `data.max_length`, unless too little of an answer is left; return those stored.
+
+    With `loss_on: all` every token but the first is marked: the target's distribution is known before any of them.
+    """
     kept = []
     for sequence in sequences:
         cut = sequence.cut(data.max_length)
@@ -247,6 +252,8 @@ def add_examples(
         if sum(cut.answer) < data.min_answer_tokens:
             counts["too_long" if sum(sequence.answer) >= data.min_answer_tokens else "too_short"] += 1
         else:
+            if data.loss_on == "all":
+                cut = Rendered(tokens=cut.tokens, answer=[i > 0 for i in range(len(cut.tokens))])
             writer.add(cut.tokens, cut.answer)
             kept.append(cut)
     return kept

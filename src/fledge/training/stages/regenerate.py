@@ -6,6 +6,7 @@ batch it was made in nor an interruption changes it. In the end the parts become
 target read and the ids it wrote, its end token included, with the mask on what it wrote.
 """
 
+import math
 import multiprocessing
 import os
 import signal
@@ -40,7 +41,6 @@ from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_examples, open
 from fledge.training.stages.vllm import answers_of, check_target, check_vllm, open_hosts
 
 _PARTS = "parts"
-GPU_MEMORY = 0.88  # of the device, for all processes that answer together
 _BESIDE_KEYS = 3 << 30  # what such a process needs besides its keys and values: weights of a small target, graphs, CUDA
 
 
@@ -57,12 +57,15 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     if recipe.capture.engine == "vllm":
         check_target(recipe)  # before hours of answering
     section = asdict(recipe.regenerate)
-    del section["max_num_seqs"], section["chunk"], section["processes"]  # how it is done, not what comes out
-    for name, before in (("engine", "fledge"), ("temperatures", ()), ("keep_cut", True)):
+    for name in ("max_num_seqs", "chunk", "processes", "gpu_memory_utilization"):
+        del section[name]  # how it is done, not what comes out
+    for name, before in (("engine", "fledge"), ("temperatures", ()), ("keep_cut", True), ("max_minutes", None)):
         if section[name] == before:
             del section[name]  # as before there was a choice
+    marks = {} if recipe.data.loss_on == "answers" else {"loss_on": recipe.data.loss_on}
     return {
         "regenerate": section,
+        **marks,
         "max_length": recipe.data.max_length,
         "min_answer_tokens": recipe.data.min_answer_tokens,
         "dtype": recipe.target.dtype,
@@ -91,7 +94,8 @@ def open_llm(recipe: Recipe) -> LLM:
     processes, share = recipe.regenerate.processes, None
     if processes > 1 and choose_device(recipe.device).type == "cuda":
         # Bytes of keys and values for each: free memory tells none what the others will take.
-        share = int(GPU_MEMORY * torch.cuda.mem_get_info()[1]) // processes - _BESIDE_KEYS
+        memory = recipe.regenerate.gpu_memory_utilization * torch.cuda.mem_get_info()[1]
+        share = int(memory) // processes - _BESIDE_KEYS
         if share <= 0:
             raise ConfigError(f"regenerate.processes: found {processes}, too many for the GPU's memory")
     try:
@@ -100,7 +104,7 @@ def open_llm(recipe: Recipe) -> LLM:
             dtype=recipe.target.dtype,
             device=recipe.device,
             max_num_seqs=recipe.regenerate.max_num_seqs,
-            gpu_memory_utilization=GPU_MEMORY,
+            gpu_memory_utilization=recipe.regenerate.gpu_memory_utilization,
             kv_cache_bytes=share,
             seed=recipe.regenerate.seed,
         )
@@ -154,6 +158,8 @@ def _answer_chunks(context: StageContext, process: int, advance: Callable[..., N
     longest, least = recipe.data.max_length, recipe.data.min_answer_tokens
     prompts: dict[int, dict[str, Any]] = {}  # of this chunk, by number
     llm: Answerer | None = None  # when the first answer is needed
+    minutes = recipe.regenerate.max_minutes
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
     def token_ids(dialogue: Dialogue) -> list[int]:
         text = renderer.prompt_text(dialogue.next_messages, prompts[dialogue.number]["template"])
@@ -167,6 +173,8 @@ def _answer_chunks(context: StageContext, process: int, advance: Callable[..., N
             if part.is_file():
                 advance(sum(len(dialogue.turns) for dialogue in dialogues))
                 continue
+            if tokens and time.monotonic() > deadline:
+                break
             llm = llm or stack.enter_context(_answerer(context))
             started = time.perf_counter()
             tell = partial(advance, note=f"{tokens / seconds:,.0f} tokens/s" if seconds else "")
@@ -231,7 +239,10 @@ def _assemble(context: StageContext) -> dict[str, Any]:
     """Turn all parts into a TokenStore."""
     recipe, counts, categories = context.recipe, Counter[str](), Counter[str]()
     with TokenStore.writer(context.directory / EXAMPLES, vocab_size(resolve(recipe.target.path))) as writer:
-        for *_, part in _chunks(context):
+        for _, records, part in _chunks(context):
+            if recipe.regenerate.max_minutes is not None and not part.is_file():
+                counts["prompts_left_out_by_max_minutes"] += len(records)
+                continue
             for _, line in read_json_lines(part):
                 turns, category = line["turns"], line["category"]
                 counts["answers"] += len(turns)

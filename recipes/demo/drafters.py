@@ -1,0 +1,261 @@
+"""Both bundled drafters in one resumable job on one GPU, every stage bounded in seconds.
+
+    python -m recipes.demo.drafters --data DATA --out OUT                 # all stages
+    python -m recipes.demo.drafters --data DATA --out OUT --stages prepare   # no GPU needed: beside other work
+
+prepare   the shuffled file of prompts (`drafter_prompts`), and the tokens of all text
+teach     the drafters go on from the bundled ones with the target's own distribution after every token of the corpora,
+          side by side; beside them the target answers the prompts
+fit       both go on with the target's own answers
+evaluate  `fledge eval` of the old and the new ones, in one run
+publish   the pipeline's own evaluation: cards, plots and baselines
+
+A stage that is done is not done again, one that was interrupted goes on (`fledge train`). After every checkpoint OUT
+has an archive of each drafter as it is then.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fledge.evaluation import workloads
+from recipes.demo import jsonlines
+from recipes.demo.drafter_prompts import write_prompts, write_text
+
+STAGES = ("prepare", "teach", "fit", "evaluate", "publish")
+VARIANTS = ("eagle3", "eagle3.1")
+RECIPE = Path(__file__).with_name("drafter.yaml")
+# What the card is measured on: 24 prompts of each.
+CARD_SETS = ("chat_dialogue", "docs_qa", "gsm8k", "humaneval", "instructions", "math500", "mt_bench")
+SHARED = ("prepare", "regenerate", "vocab", "capture")  # stages that both variants use
+POLL_SECONDS = 2.0
+console = Console(soft_wrap=True, highlight=False)
+
+
+class Job:
+    """What the stages share: where things are, and processes with their logs."""
+
+    def __init__(self, work: Path, out: Path, extra: Sequence[str]) -> None:
+        self.work, self.out, self.extra, self.began = work, out, list(extra), time.monotonic()
+        for folder in (work, out):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.packed: dict[str, Path] = {}
+
+    def say(self, text: str) -> None:
+        console.print(f"[{time.monotonic() - self.began:6.1f} s] {text}", markup=False)
+
+    def train(self, name: str, *overrides: str, until: str | None = None) -> subprocess.Popen[bytes]:
+        """Start `fledge train` in an output of its own."""
+        command = ["train", str(RECIPE), f"output={self.work / name}", *overrides, *self.extra, "--quiet"]
+        return self.start(name, [*command, *(["--until", until] if until else [])])
+
+    def start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        self.say(f"{name}: fledge {shlex.join(arguments)}")
+        # Under MPS the target's answers, which all wait for, go before the text that is read beside them.
+        priority = {"CUDA_MPS_CLIENT_PRIORITY": "1"} if name.startswith("text-") else {}
+        with (self.work / f"{name}.log").open("ab") as log:
+            command = [sys.executable, "-m", "fledge", *arguments]
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **priority})
+
+    def wait(self, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+        """Wait for all, packing what they leave; fail with the end of their logs where one fails."""
+        running, told = dict(processes), dict[str, str]()
+        while running:
+            time.sleep(POLL_SECONDS)
+            self.pack()
+            for name in [*running]:
+                if (news := self.progress(name)) and told.get(name) != news:
+                    told[name] = news
+                    self.say(f"{name}: {news}")
+                if (code := running[name].poll()) is not None:
+                    del running[name]
+                    self.say(f"{name}: {'done' if code == 0 else f'failed with {code}'}")
+                    if code:
+                        for other in running.values():
+                            other.terminate()
+                        logs = sorted(self.work.glob("*.log"), key=lambda p: p.stat().st_mtime)
+                        tails = [f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in logs[-3:]]
+                        jsonlines.fail("\n".join([f"{name} failed", *tails]))
+
+    def progress(self, name: str) -> str:
+        """How far a run of `fledge train` is: the last line of its training log, or the chunks that are answered."""
+        if log := newest(self.work / name, "fit/*/log.jsonl"):
+            lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+            return short(lines[-1]) if lines and lines[-1].endswith("\n") else ""
+        chunks = sum(1 for _ in (self.work / name).glob("regenerate/*/parts/answers-*"))
+        return f"{chunks} chunks answered" if chunks else ""
+
+    def share(self, name: str, other: str) -> None:
+        """Give another output the stages that both use, as links."""
+        for stage in SHARED:
+            source, place = self.work / name / stage, self.work / other / stage
+            if source.is_dir() and not place.exists():
+                shutil.copytree(source, place, copy_function=os.link)
+
+    def pack(self) -> None:
+        """Archive the newest checkpoint of every drafter."""
+        for variant in VARIANTS:
+            for step in ("text", "answers"):
+                output = self.work / f"{step}-{variant}"
+                found = newest(output, "fit/*/candidates/step-*/config.json")
+                whole = output / "drafter" / "README.md"
+                source = whole.parent if step == "answers" and whole.is_file() else found and found.parent
+                name = f"{step}-{variant}.tar"
+                if source is None or self.packed.get(name) == source:
+                    continue
+                try:
+                    with tarfile.open(self.out / f"{name}.partial", "w") as archive:
+                        archive.add(source.resolve(), arcname=f"{step}-{variant}")
+                except OSError:
+                    continue  # an old checkpoint that was just removed: the next look finds the new one
+                os.replace(self.out / f"{name}.partial", self.out / name)
+                self.packed[name] = source
+
+    def drafter(self, step: str, variant: str) -> Path:
+        found = newest(self.work / f"{step}-{variant}", "fit/*/candidates/step-*/config.json")
+        if found is None:
+            jsonlines.fail(f"there is no {step}-{variant} in {self.work}: run the stage before")
+        return found.parent
+
+
+def newest(folder: Path, pattern: str) -> Path | None:
+    return max(folder.glob(pattern), key=lambda path: (path.stat().st_mtime, path), default=None)
+
+
+def short(line: str) -> str:
+    """What matters of a line of a training log."""
+    r = json.loads(line)
+    rates = ", ".join(f"{x:.3f}" for x in r["accuracy_by_depth"] if x is not None)
+    length = r["simulated_acceptance_length"] or 0.0
+    figures = f"loss {r['loss'] or 0.0:.3f} length {length:.3f} right {rates}"
+    return f"step {r['step']} epoch {r['epoch']} lr {r['lr']:.1e} {figures} {r['tokens_per_second']:,.0f} tokens/s"
+
+
+def text_settings(text: Path, seconds: float) -> list[str]:
+    """The recipe for the corpora: nothing is answered, every token teaches."""
+    return [
+        f"data.sources=[{text}]",
+        "data.loss_on=all",
+        "data.held_out=8",
+        "regenerate.enabled=false",
+        "vocab.size=null",  # whichever tokens the answers will need, their rows are trained
+        "fit.depth=4",
+        "fit.loss=soft_ce",
+        "fit.min_lr_ratio=0.3",  # what comes after goes on from there
+        f"fit.max_minutes={max(seconds, 1.0) / 60}",
+        "eval.enabled=false",
+    ]
+
+
+def write_data(job: Job, data: Path, text: Path, prompts: Path, long_count: int, short_count: int) -> None:
+    """Make both files of what the folder holds."""
+    talks, documents = (sorted((data / name).glob("*.jsonl*")) for name in ("chat", "pretrain"))
+    if not talks and not documents:
+        jsonlines.fail(f"{data}: no chat/*.jsonl.xz and no pretrain/*.jsonl.xz are there")
+    if not text.is_file():
+        job.say(f"text: {write_text(talks, documents, text):,} lines")
+    if not prompts.is_file():
+        asked = [*sorted((data / "prompts").glob("*.jsonl*")), *talks]
+        count = write_prompts(asked, documents, prompts, long_count=long_count, short_count=short_count)
+        job.say(f"prompts: {count:,}")
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Folder with pretrain/, chat/ and prompts/.")],
+    out: Annotated[Path, typer.Option(help="Folder for what must come back: archives, results.")],
+    work: Annotated[Path, typer.Option(help="Folder for everything else.")] = Path("build/drafters"),
+    target: Annotated[str, typer.Option(help="The target: a folder, or the bundled one.")] = "fledgling",
+    start_from: Annotated[
+        str, typer.Option(help="bundled, nothing, or a folder with eagle3 and eagle3.1.")
+    ] = "bundled",
+    stages: Annotated[str, typer.Option(help="Which, comma-separated.")] = "prepare,teach,fit,evaluate",
+    text_seconds: Annotated[float, typer.Option(help="Of steps on the corpora; 0: none.")] = 150.0,
+    answer_seconds: Annotated[float, typer.Option(help="Of answering, beside that.")] = 140.0,
+    fit_seconds: Annotated[float, typer.Option(help="Of steps on the answers.")] = 100.0,
+    long_prompts: Annotated[int, typer.Option(help="Prompts with a long part of a document.")] = 6_000,
+    short_prompts: Annotated[int, typer.Option(help="Prompts with a short part of a document.")] = 25_000,
+    sample: Annotated[int, typer.Option(help="Prompts of each set in evaluate.")] = 20,
+    extra: Annotated[list[str] | None, typer.Option("--set", help="key=value for every recipe.")] = None,
+) -> None:
+    """Make both drafters."""
+    chosen = stages.split(",")
+    if unknown := [stage for stage in chosen if stage not in STAGES]:
+        jsonlines.fail(f"--stages: {unknown[0]} is none of {', '.join(STAGES)}")
+    job = Job(work.absolute(), out.absolute(), extra or [])
+    corpus, prompts = job.work / "text.jsonl", job.work / "prompts.jsonl"
+    text = [f"target.path={target}", *text_settings(corpus, text_seconds)]
+    asked = [f"target.path={target}", f"data.sources=[{prompts}]", f"regenerate.max_minutes={answer_seconds / 60}"]
+    asked.append(f"fit.max_minutes={fit_seconds / 60}")
+
+    def before(variant: str) -> str:
+        """What a drafter begins with."""
+        return {"bundled": f"fledgling-{variant}", "nothing": "null"}.get(start_from, f"{start_from}/{variant}")
+
+    if "prepare" in chosen:
+        write_data(job, data, corpus, prompts, long_prompts, short_prompts)
+        running = {"answers": job.train("answers", *asked, until="prepare")}
+        if text_seconds:
+            running["text"] = job.train("text", *text, until="capture")
+        job.wait(running)
+    if "teach" in chosen:
+        running = {"answers": job.train("answers", *asked, until="capture")}
+        for variant in VARIANTS if text_seconds else ():
+            job.share("text", f"text-{variant}")
+            own = [f"drafter.variant={variant}", f"drafter.init_from={before(variant)}"]
+            running[f"text-{variant}"] = job.train(f"text-{variant}", *text, *own, until="fit")
+        job.wait(running)
+    sets = [job.work / "sets" / f"{name}.jsonl" for name in CARD_SETS]
+    for path in sets:
+        packed = Path(workloads.__file__).with_name("data") / f"{path.name}.xz"
+        if not path.is_file():
+            jsonlines.write(path, jsonlines.read(packed))
+    card = [f"eval.sources=[{','.join(map(str, sets))}]", "eval.max_prompts=24", "eval.candidate_prompts=24"]
+
+    def fitted(variant: str, until: str | None) -> subprocess.Popen[bytes]:
+        job.share("answers", f"answers-{variant}")
+        first = job.drafter("text", variant) if text_seconds else before(variant)
+        own = [*card, f"drafter.variant={variant}", f"drafter.init_from={first}"]
+        return job.train(f"answers-{variant}", *asked, *own, f"name=fledgling-{variant}", until=until)
+
+    if "fit" in chosen:
+        job.wait({f"answers-{variant}": fitted(variant, "fit") for variant in VARIANTS})
+    if "evaluate" in chosen:
+        new = [str(job.drafter("answers", variant)) for variant in VARIANTS]
+        for i, variant in enumerate(VARIANTS):  # names that tell them apart
+            place = job.work / "new" / f"new-{variant}"
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(new[i], place)
+            new[i] = str(place)
+        drafters = [word for one in (*(f"fledgling-{v}" for v in VARIANTS), *new) for word in ("--drafter", one)]
+        chosen_sets = [
+            "--workload",
+            "short",
+            "--workload",
+            "long_context/2k",
+            "--sample",
+            str(sample),
+            "--max-num-seqs",
+            "64",
+        ]
+        results = ["--out", str(job.out / "eval.json"), "--markdown", str(job.out / "eval.md"), "--quiet"]
+        begun = ["eval", "--target", target, *drafters, *chosen_sets, "--depth", "5", "--temperature", "0", *results]
+        job.wait({"evaluate": job.start("evaluate", begun)})
+        print((job.out / "eval.md").read_text(encoding="utf-8"))
+    if "publish" in chosen:
+        job.wait({f"answers-{variant}": fitted(variant, None) for variant in VARIANTS})
+    job.pack()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -44,31 +44,33 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class CudaKernel:
-    """A kernel of one parameter, a structure, as loaded in the current context."""
+    """A kernel of one parameter, a structure, as loaded on one device."""
 
-    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int, device: torch.device) -> None:
         """`shared_bytes`: the most that a launch will ask for."""
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver, self._device = ctypes.CDLL("libcuda.so.1"), device
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        torch.cuda.current_stream()  # there is a context from here on
-        self._check(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
-        self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
-        self._check(self._driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_BYTES, shared_bytes))
-        self._check(self._driver.cuFuncSetAttribute(self._function, _SHARED_CARVEOUT, 100))
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # there is a context from here on
+            self._check(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
+            self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+            self._check(self._driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_BYTES, shared_bytes))
+            self._check(self._driver.cuFuncSetAttribute(self._function, _SHARED_CARVEOUT, 100))
 
     def launch(self, *, blocks: int, threads: int, shared_bytes: int, parameter: ctypes.Structure) -> None:
-        """Launch on the current stream; it may begin before the kernel before it has ended (`_overlap.py`)."""
+        """Launch on its device's current stream, where it may begin before the one before has ended (`_overlap.py`)."""
         overlap = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
-        config = _LaunchConfig(
-            grid=(blocks, 1, 1),
-            block=(threads, 1, 1),
-            shared_bytes=shared_bytes,
-            stream=torch.cuda.current_stream().cuda_stream,
-            attributes=ctypes.pointer(overlap),
-            num_attributes=1,
-        )
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(parameter))
-        self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None))
+        with torch.cuda.device(self._device):
+            config = _LaunchConfig(
+                grid=(blocks, 1, 1),
+                block=(threads, 1, 1),
+                shared_bytes=shared_bytes,
+                stream=torch.cuda.current_stream().cuda_stream,
+                attributes=ctypes.pointer(overlap),
+                num_attributes=1,
+            )
+            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(parameter))
+            self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None))
 
     def _check(self, result: int) -> None:
         if result != 0:

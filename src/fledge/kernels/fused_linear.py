@@ -49,7 +49,7 @@ def can_fuse(weight: Tensor, *, normed: bool = False, gated: bool = False) -> bo
         and size % (_CHUNK // _WARPS) == 0
         and not (normed and size > _MOST_NORMED)
         and capability(weight.device) == (9, 0)
-        and _kernel() is not None
+        and _kernel(weight.device) is not None
     )
 
 
@@ -70,7 +70,7 @@ def fused_linear(
     """
     if not (runs_triton(x, weight) and weight.is_cuda):
         return fused_linear_reference(x, weight, bias, norm=norm, eps=eps, residual=residual, gated=gated)
-    kernel = _kernel()
+    kernel = _kernel(weight.device)
     assert kernel is not None
     given, size = as_rows(x).contiguous(), x.shape[-1]
     rows, columns = given.shape[0], weight.shape[0] // (2 if gated else 1)
@@ -129,10 +129,10 @@ class _Linear(ctypes.Structure):
 
 
 @functools.cache
-def _kernel() -> CudaKernel | None:
+def _kernel(device: torch.device) -> CudaKernel | None:
     """The kernel, compiled where it has not been; None where it cannot be, for which the reason is logged."""
     try:
-        return CudaKernel(compiled(SOURCE), "fused_linear", _SHARED_BYTES)
+        return CudaKernel(compiled(SOURCE), "fused_linear", _SHARED_BYTES, device)
     except (CudaError, OSError) as error:
         _log.warning("Linear layers of few rows run without their norms, which is slower: %s", error)
         return None

@@ -128,7 +128,7 @@ def test_without_nvrtc_nothing_is_fused(monkeypatch: pytest.MonkeyPatch, caplog:
 
     monkeypatch.setattr(fused_linear, "compiled", missing)
     fused_linear._kernel.cache_clear()
-    assert fused_linear._kernel() is None
+    assert fused_linear._kernel(torch.device("cuda", 0)) is None
     assert "libnvrtc" in caplog.text
     fused_linear._kernel.cache_clear()
 

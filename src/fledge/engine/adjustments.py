@@ -8,6 +8,7 @@ a grammar refuses, now and after each draft, the host writes there before each r
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from fledge.kernels.adjust import SlotTables
 
 SLOTS = 8
 SIZES = (0, 1, SLOTS)  # entries of a batch that a graph takes
+STAGES = 4  # of masks on their way: a launch has two at most, for its round and for its prompts, and two are under way
 
 
 def entries_adjusting(requests: Sequence[Request], size: int, batch: int) -> list[int]:
@@ -45,6 +47,8 @@ class Adjustments:
         self.stops_from = torch.zeros(SLOTS + 1, dtype=torch.int64, device=device)  # the first position they may be at
         # By a grammar, after so many drafts: of what the last masks were for. Beyond these nobody looks.
         self.refused = torch.zeros(SLOTS + 1, max_depth + 1, vocab_size, dtype=torch.bool, device=device)
+        self._staged: Tensor | None = None  # [stages, slots, depths, vocab] on the host, once there is a grammar
+        self._stage = 0
         self._holders: list[Request | None] = [None] * SLOTS
 
     @property
@@ -86,17 +90,23 @@ class Adjustments:
         self.seen.prompt_mask[slot], self.seen.output_counts[slot] = seen.prompt_mask[0], seen.output_counts[0]
 
     def refuse(self, masks: Sequence[tuple[int, Masks]]) -> None:
-        """Let the next choices of holders be among what their masks leave: (slot, masks after 0, 1, ... drafts)."""
-        depths, vocab_size = self.refused.shape[1:]
-        places = [slot * depths + depth for slot, of_slot in masks for depth in range(len(of_slot))]
-        if not places:
-            return
-        everything = torch.ones(vocab_size, dtype=torch.bool)
-        refused = ~torch.stack([everything if mask is None else mask for _, of_slot in masks for mask in of_slot])
-        index = torch.tensor(places)
-        if self.refused.is_cuda:  # without waiting for it
-            index, refused = (one.pin_memory().to(self.refused.device, non_blocking=True) for one in (index, refused))
-        self.refused.view(-1, vocab_size).index_copy_(0, index, refused)
+        """Let the next choices of holders be among what their masks leave: (slot, masks after 0, 1, ... drafts).
+
+        By numpy, whose loops take one thread: waking the others takes longer. A copy to a GPU is queued, from memory
+        that is not written again before it is done.
+        """
+        if self._staged is None:
+            shape = STAGES, SLOTS, *self.refused.shape[1:]
+            self._staged = torch.zeros(shape, dtype=torch.bool, pin_memory=self.refused.is_cuda)
+        self._stage = (self._stage + 1) % STAGES
+        for slot, of_slot in masks:
+            staged = self._staged[self._stage, slot, : len(of_slot)]
+            for row, mask in zip(staged.numpy(), of_slot, strict=True):
+                if mask is None:
+                    row[:] = False
+                else:
+                    np.logical_not(mask.numpy(), out=row)
+            self.refused[slot, : len(of_slot)].copy_(staged, non_blocking=True)
 
     def adjust(self, logits: Tensor, slots: Tensor, positions: Tensor, drafts: Tensor) -> Tensor:
         """Adjust logits [n * width, vocab] of holders of `slots` [n], which decide `positions` [n, width].

@@ -5,19 +5,20 @@ Everything goes through the C interfaces of NVRTC and of the driver. No header i
 
 import ctypes
 import functools
-import logging
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fledge.files import atomic_path, cache_directory, digest
+from fledge.kernels._triton import HAS_TRITON
+
+if HAS_TRITON:
+    from triton.runtime.cache import get_cache_manager
 
 _DYNAMIC_SHARED_BYTES, _SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
 _PROGRAMMATIC_SERIALIZATION = 6  # CUlaunchAttributeID
-
-_log = logging.getLogger("fledge.kernels")
 
 
 class CudaError(RuntimeError):
@@ -80,20 +81,17 @@ class CudaKernel:
 
 
 def compiled(source: Path, *options: str) -> bytes:
-    """Return the machine code of a source for Hopper: from the cache, or compiled now. CudaError where it cannot be."""
+    """Return the machine code of a source for Hopper: from Triton's cache, or compiled now and put there.
+
+    CudaError where it cannot be compiled, OSError where the cache cannot be written.
+    """
     text = source.read_text()
-    path = cache_directory() / "cuda" / f"{source.stem}-{digest([text, options, torch.version.cuda])}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
+    key = hashlib.sha256(repr((text, options, torch.version.cuda)).encode()).hexdigest()
+    cache, name = get_cache_manager(key), f"{source.stem}.cubin"
+    if (kept := cache.get_file(name)) is not None:
+        return Path(kept).read_bytes()
     cubin = compile_cubin(text, source.name, options)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with atomic_path(path) as made:
-            made.write_bytes(cubin)
-    except OSError as error:
-        _log.warning("%s was compiled for this process alone: %s", source.name, error)
+    cache.put(cubin, name)
     return cubin
 
 

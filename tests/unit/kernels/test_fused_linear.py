@@ -115,7 +115,7 @@ def test_it_compiles_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         _nvrtc.find_nvrtc()
     except _nvrtc.CudaError:
         pytest.skip("no NVRTC beside this torch")
-    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     cubin = _nvrtc.compiled(fused_linear.SOURCE)
     assert cubin.startswith(b"\x7fELF")
     monkeypatch.setattr(_nvrtc, "compile_cubin", lambda *_: pytest.fail("compiled again"))

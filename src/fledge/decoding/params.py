@@ -14,6 +14,7 @@ from fledge.errors import ConfigError, refuses_unknown_names
 
 # Below this a temperature means greedy (vLLM's threshold): dividing logits by it would overflow, not sharpen.
 GREEDY_TEMPERATURE = 1e-5
+HOTTEST = 1e30  # every token is as likely as any other long before, and what follows is still a number in float32
 
 MAX_ANSWERS = 128
 MAX_LOGPROBS = 20  # OpenAI's and vLLM's limit
@@ -94,7 +95,7 @@ class SamplingParams:
             _refuse("guided_decoding", guided_decoding, "one of guided_decoding and structured_outputs")
         fewest = 1 if self.prompt_logprobs is None else 0  # who asks of the prompt may want nothing else
         checked: dict[str, object] = {
-            "temperature": _number("temperature", self.temperature, low=0.0),
+            "temperature": min(_number("temperature", self.temperature, low=0.0), HOTTEST),
             "top_p": _number("top_p", self.top_p, low=0.0, high=1.0, low_excluded=True),
             "top_k": max(0, _integer("top_k", self.top_k, low=-1)),
             "min_p": _number("min_p", self.min_p, low=0.0, high=1.0),

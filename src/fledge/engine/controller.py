@@ -37,7 +37,7 @@ OTHER_KIND_SHARE = 0.03  # of the rounds, in which a request drafts in the way t
 MANY = 64  # requests: one round of so many tells enough of their drafts, so that nothing is left to a guess
 MOST_NEW_ROUNDS = 24  # that are drafted for this, of all kinds together: some may have drafts that tell nothing
 EVERY = 4  # steps between decisions for fewer, unless the batch has changed; twice as many for more
-JUDGED_REQUESTS = 32  # of n times as many, a decision looks at every n-th: each takes time
+JUDGED_REQUESTS = 32  # of n times as many, a decision looks at about every n-th, in turns: each takes time
 
 _SAMPLED = {True: RequestKind.SAMPLED_DRAFTS, False: RequestKind.SAMPLED}
 
@@ -150,7 +150,7 @@ class AdaptiveDepth:
         self._max_num_seqs = max_num_seqs
         self._max_depth, self._first = max_depth, Arm(max((d for d in depths if d <= 3), default=max_depth))
         self._trial_rounds = self._trial_observations = 0
-        self._steps = 0
+        self._steps = self._decisions = 0
         self._credit: float | None = None  # seconds that may be lost in trials; None: nothing is known yet
         self._answer_length = MEAN_ANSWER
         self._rounds = self._other_kind_rounds = 0
@@ -233,7 +233,9 @@ class AdaptiveDepth:
             self._measure_first(known, batch)
             return
         plain = known[PLAIN]
-        judged = requests[:: max(batch // JUDGED_REQUESTS, 1)]
+        every = batch // JUDGED_REQUESTS | 1  # odd, and others each time: there may be an order in them
+        self._decisions += 1
+        judged = requests[self._decisions % every :: every]
         shapes, share = {arm.is_tree for arm in known}, len(judged) / batch
         expected = {is_tree: self._acceptance.expected_tokens(judged, is_tree=is_tree) for is_tree in shapes}
         tokens = {arm: float(expected[arm.is_tree][arm.depth]) / share for arm in known}

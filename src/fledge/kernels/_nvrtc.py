@@ -3,6 +3,7 @@
 Everything goes through the C interfaces of NVRTC and of the driver. No header is needed, nor a compiler on the machine.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -17,6 +18,7 @@ from fledge.kernels._triton import HAS_TRITON
 if HAS_TRITON:
     from triton.runtime.cache import get_cache_manager
 
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 _DYNAMIC_SHARED_BYTES, _SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
 _PROGRAMMATIC_SERIALIZATION = 6  # CUlaunchAttributeID
 
@@ -52,7 +54,7 @@ class CudaKernel:
         self._driver, self._device = ctypes.CDLL("libcuda.so.1"), device
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # there is a context from here on
+            torch.empty(1, device=device)  # this thread has a context from here on
             self._check(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
             self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
             self._check(self._driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_BYTES, shared_bytes))
@@ -81,23 +83,27 @@ class CudaKernel:
 
 
 def compiled(source: Path, *options: str) -> bytes:
-    """Return the machine code of a source for Hopper: from Triton's cache, or compiled now and put there.
+    """Return the machine code of a source for Hopper: from Triton's cache, or compiled now, and put there if it can be.
 
-    CudaError where it cannot be compiled, OSError where the cache cannot be written.
+    CudaError where it cannot be compiled.
     """
-    text = source.read_text()
-    key = hashlib.sha256(repr((text, options, torch.version.cuda)).encode()).hexdigest()
-    cache, name = get_cache_manager(key), f"{source.stem}.cubin"
-    if (kept := cache.get_file(name)) is not None:
-        return Path(kept).read_bytes()
+    text, name = source.read_text(), f"{source.stem}.cubin"
+    key = hashlib.sha256(repr((text, *OPTIONS, *options, torch.version.cuda)).encode()).hexdigest()
+    cache: Any = None
+    with contextlib.suppress(OSError, RuntimeError):  # a folder that cannot be written, or none
+        cache = get_cache_manager(key)
+        if (kept := cache.get_file(name)) is not None:
+            return Path(kept).read_bytes()
     cubin = compile_cubin(text, source.name, options)
-    cache.put(cubin, name)
+    if cache is not None:
+        with contextlib.suppress(OSError):
+            cache.put(cubin, name)
     return cubin
 
 
 def compile_cubin(text: str, name: str, options: Sequence[str]) -> bytes:
     nvrtc = find_nvrtc()
-    given = [option.encode() for option in ("--gpu-architecture=sm_90a", "--std=c++17", *options)]
+    given = [option.encode() for option in (*OPTIONS, *options)]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None) != 0:
         raise CudaError(f"{name}: NVRTC takes no program")

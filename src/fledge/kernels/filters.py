@@ -224,14 +224,14 @@ def scaled(row_ptr, index, vocab, temperature):
     """logits / temperature, rounded once as the reference rounds it; -inf beyond the vocabulary.
 
     A reciprocal and one step of Newton's method: correctly rounded for numbers far from over- and underflow, as
-    logits are, at a third of the instructions of a division that must expect anything.
+    logits are, at a third of the instructions of a division that must expect anything. What overflows is infinite.
     """
     logits = tl.load(row_ptr + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-    reciprocal = 1.0 / temperature
+    reciprocal = tl.div_rn(1.0, temperature)
     quotient = logits * reciprocal
     rest = tl.fma(-quotient, tl.zeros_like(logits) + temperature, logits)
     refined = tl.fma(rest, tl.zeros_like(logits) + reciprocal, quotient)
-    return tl.where(logits == float("-inf"), float("-inf"), refined)
+    return tl.where(tl.abs(quotient) == float("inf"), quotient, refined)
 
 
 @triton.jit

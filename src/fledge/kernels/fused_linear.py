@@ -31,7 +31,7 @@ _WARPS, _PRODUCERS, _TILE, _CHUNK = 8, 4, 16, 512
 _MOST_NORMED = 8192  # columns
 _FIXED_BYTES = 256 + 4 * MOST_ROWS * _WARPS * (1 + 20)
 _SLOT_BYTES = _TILE * (2 * _CHUNK + 64)
-_MOST_SLOTS = 12  # more than the norm of x takes time for
+_MOST_SLOTS, _IN_FLIGHT = 12, 3  # more than the norm of x takes time for
 _SHARED_BYTES = 227 * 1024  # of a block
 
 _log = logging.getLogger("fledge.kernels")
@@ -75,10 +75,13 @@ def fused_linear(
     given, size = as_rows(x).contiguous(), x.shape[-1]
     rows, columns = given.shape[0], weight.shape[0] // (2 if gated else 1)
     assert 0 < rows <= MOST_ROWS
+    assert all(one is None or one.dtype == torch.bfloat16 for one in (x, bias, norm, residual))
+    assert all(one is None or one.data_ptr() % 16 == 0 for one in (given, norm)), "read 16 bytes at a time"
     added = None if residual is None else as_rows(residual)
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     x_bytes = 0 if norm is None else rows * (2 * size + 64)
     slots = min(_MOST_SLOTS, (_SHARED_BYTES - _FIXED_BYTES - x_bytes) // _SLOT_BYTES)
+    assert slots > _IN_FLIGHT
     kernel.launch(
         blocks=min(processors(x.device), columns // _TILE),
         threads=32 * (_WARPS + _PRODUCERS),

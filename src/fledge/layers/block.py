@@ -253,7 +253,9 @@ def attentions(model: nn.Module) -> list[Attention | LatentAttention]:
 
 def fuses(x: Tensor, attention: nn.Module, mlp: nn.Module, *norms: nn.Module | None) -> bool:
     """Whether a layer's products over x [*lead, size] take the norms, the gate and additions along (`fused_linear`)."""
-    if not 0 < x.numel() <= MOST_ROWS * x.shape[-1] or not runs_triton(x):
+    if not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
+        return False
+    if not runs_triton(x, *(norm.weight for norm in norms if isinstance(norm, RMSNorm))):
         return False
     if type(attention) is not Attention or type(mlp) is not SwiGLU:
         return False
@@ -262,7 +264,7 @@ def fuses(x: Tensor, attention: nn.Module, mlp: nn.Module, *norms: nn.Module | N
     if not all(type(norm) is RMSNorm and norm.weight.dtype == x.dtype and not norm.coded for norm in norms):
         return False
     linears = [attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
-    is_plain = all(type(one) is Linear and runs_triton(one.weight) for one in linears)
+    is_plain = all(type(one) is Linear and runs_triton(one.weight, one.bias) for one in linears)
     return (
         is_plain
         and not any(one.batch_invariant for one in linears)

@@ -133,3 +133,7 @@ def test_params_hash_and_pickle():
     params = SamplingParams(logit_bias={3: 1.0}, stop=["a"])
     assert hash(params) == hash(SamplingParams(logit_bias={3: 1.0}, stop=["a"]))
     assert pickle.loads(pickle.dumps(params)) == params
+
+
+def test_a_temperature_is_a_number_in_float32_too() -> None:
+    assert math.isfinite(np.float32(SamplingParams(temperature=1e300).temperature))

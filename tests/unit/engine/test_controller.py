@@ -212,6 +212,22 @@ def test_requests_whose_drafts_tell_nothing_are_not_drafted_for_on_and_on() -> N
     assert arms[-1] == PLAIN
 
 
+@pytest.mark.parametrize("requests", [60, 64, 128, 256])
+@pytest.mark.parametrize("first", [False, True])
+def test_it_does_not_matter_which_of_many_requests_draft(requests: int, first: bool) -> None:
+    """Every other one does, and all its drafts stand."""
+    policy, costs = AdaptiveDepth(3, 256), _costs((requests, 0, 0.010), (requests, 3, 0.013))
+    running = [request(draft_until=10**6 if (i % 2 == 0) is first else 0) for i in range(requests)]
+    arms = []
+    for _ in range(100):
+        arms.append(policy.choose(running, costs))
+        policy.observe_round(arm=arms[-1], seconds=0.01)
+        for one in running:
+            drafted = arms[-1].depth if one.draft_until else 0
+            policy.observe(one, is_tree=False, drafted=drafted, accepted=drafted)
+    assert sum(arm.depth > 0 for arm in arms) > 80
+
+
 def test_it_learns_from_some_requests_of_large_rounds_in_turns() -> None:
     seen: Counter[str] = Counter()
     rounds = 0

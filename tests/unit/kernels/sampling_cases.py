@@ -40,6 +40,7 @@ def random_logits(rows: int, vocab: int, dtype: torch.dtype, device: str) -> Ten
     """In which some tokens are impossible, and many as likely as others."""
     logits = randn(rows, vocab, dtype=dtype, device=device) * 4
     logits[:, vocab // 3 : vocab // 2] = -torch.inf
+    logits[:, vocab // 4] = torch.finfo(dtype).min  # over a temperature below 1 it is no number any more
     logits[::2] = (logits[::2] * 2).round() / 2
     return logits
 

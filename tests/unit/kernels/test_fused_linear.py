@@ -122,6 +122,12 @@ def test_it_compiles_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert _nvrtc.compiled(fused_linear.SOURCE) == cubin
 
 
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/1/nowhere")
+    monkeypatch.setattr(_nvrtc, "compile_cubin", lambda *_: b"code")
+    assert _nvrtc.compiled(fused_linear.SOURCE) == b"code"
+
+
 def test_without_nvrtc_nothing_is_fused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def missing(_: Path) -> bytes:
         raise _nvrtc.CudaError("libnvrtc.so.13: cannot open shared object file")

@@ -225,6 +225,8 @@ def main() -> None:
         what, asked = given.child
         print(json.dumps(CHILDREN[what](json.loads(asked))))
         return
+    if (given.target is None) != (given.drafter is None):
+        parser.error("--target and --drafter go together")
     began, results = time.perf_counter(), {}
     work = Path(tempfile.mkdtemp(prefix="fledge-ready-"))
     try:

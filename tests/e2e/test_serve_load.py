@@ -311,7 +311,12 @@ def test_memory_stays_flat_and_sigterm_lets_running_streams_finish() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "expected"),
+    [
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGINT, 128 + signal.SIGINT),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_a_server_that_is_stopped_while_it_loads_takes_its_engine_along(number: int, expected: int) -> None:
     root = pair_directory()

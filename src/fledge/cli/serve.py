@@ -94,6 +94,7 @@ def serve(
         raise ConfigError(f"--log-format: found '{log_format}', allowed is text or json")
     template = None if chat_template is None else _read_template(chat_template)
     EngineConfig(**engine)  # refuses, before anything is loaded, what no engine could do
+    _check_tls(keyfile=ssl_keyfile, certfile=ssl_certfile, ca_certs=ssl_ca_certs)
     template_kwargs = json_object("--default-chat-template-kwargs", default_chat_template_kwargs)
     overrides = json_object("--override-generation-config", override_generation_config)
     if missing := next((name for name in _PACKAGES if find_spec(name) is None), None):
@@ -167,14 +168,27 @@ def serve(
         os._exit(status)  # other threads may be in the middle of what nobody waits for
 
 
+def _check_tls(**files: str | None) -> None:
+    if files["keyfile"] is not None and files["certfile"] is None:
+        raise ConfigError("--ssl-keyfile: the key of a certificate, and --ssl-certfile is missing")
+    for name, file in files.items():
+        if file is not None and not Path(file).is_file():
+            raise ConfigError(f"--ssl-{name.replace('_', '-')}: {file}: no such file")
+
+
 def _begin_child(device: str, starting: ExitStack) -> "Child":
     """Start the engine's process, which imports what it needs while this one does. It ends with `starting`."""
     from fledge.server.child import Child  # noqa: PLC0415 - no other command needs it
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the server listens for it
-    starting.callback(signal.signal, signal.SIGTERM, before)
     child = Child(on_gpu=device in ("auto", "cuda"))
     starting.callback(child.kill)
+
+    def stop(number: int, _frame: object) -> None:
+        child.kill()
+        os._exit(128 + number)  # an exception would be raised in whatever is being imported, and may be caught there
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the server listens for them
+        starting.callback(signal.signal, number, signal.signal(number, stop))
     return child
 
 

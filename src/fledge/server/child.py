@@ -1,7 +1,7 @@
 """The engine's process as the system has it: Python, started with two pipes, before anything slow is imported here.
 
 What runs in it is `engine_process.main`. It imports what it needs while its parent does, and then waits for what it is
-to load; it ends when its pipe does.
+to load; it ends when its pipe does, while it loads too.
 """
 
 import os
@@ -36,8 +36,9 @@ def spawn(commands: int, outputs: int, *, on_gpu: bool) -> Any:
     # With -P: what lies in the working directory, a checkpoint's perhaps, is not code of ours.
     here = str(Path(__file__).parents[2])
     early = "from fledge.early_cuda import begin_cuda; begin_cuda(); " if on_gpu else ""
-    # Nothing is garbage yet; `main` enables its collection.
-    code = f"import gc, sys; gc.disable(); sys.path.append({here!r}); {early}"
+    # Nothing is garbage yet; `main` enables its collection. Of an interrupt the parent decides.
+    code = "import gc, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); gc.disable(); "
+    code += f"sys.path.append({here!r}); {early}"
     code += f"from fledge.server.engine_process import main; main({commands}, {outputs})"
     command = [sys.executable, "-P", "-c", code]
     child = subprocess.Popen(command, pass_fds=[commands, outputs], stdin=subprocess.DEVNULL)

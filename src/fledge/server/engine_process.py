@@ -49,6 +49,7 @@ from fledge.server.structured import COMPILE_THREADS, Grammar, GrammarCompiler
 _log = logging.getLogger("fledge.server")
 
 CLOSING_SECONDS = 10.0
+PARENT_POLL_MS = 500
 
 
 _P = ParamSpec("_P")
@@ -288,6 +289,15 @@ def known_acceptance(drafter: str | None) -> Acceptance:
     return found
 
 
+def _end_with_parent(commands: int, loaded: threading.Event) -> None:
+    """End this process where the other end of its commands is closed before it has `loaded`."""
+    watched = select.poll()
+    watched.register(commands, 0)  # nothing but the end of it
+    while not loaded.is_set():
+        if watched.poll(PARENT_POLL_MS):
+            os._exit(0)
+
+
 def main(commands: int, outputs: int) -> None:
     """Be the child: load, say so, and run until the parent closes its pipe or is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
@@ -297,6 +307,8 @@ def main(commands: int, outputs: int) -> None:
         arguments, threads, log_format = reader.recv()
     except EOFError:
         return  # the parent has gone already
+    loaded = threading.Event()
+    threading.Thread(target=_end_with_parent, args=(commands, loaded), name="parent", daemon=True).start()
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     set_up_logging(log_format)
     if threads is not None:
@@ -309,6 +321,7 @@ def main(commands: int, outputs: int) -> None:
         return
     _log.info("the models are loaded; measuring what their rounds cost")
     llm.engine.warm_up(plain=True, acceptance=known_acceptance(llm.engine.info.drafter))
+    loaded.set()
     with contextlib.suppress(BrokenPipeError):  # the parent went meanwhile, which the end of its commands says too
         writer.send(llm.engine.info)
     gc.enable()

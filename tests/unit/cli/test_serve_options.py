@@ -323,6 +323,8 @@ def test_engine_options_out_of_bounds_are_refused(words: dict[str, Any], said: s
         (["--tool-call-parser", "herms"], "unknown tool parser 'herms'. Did you mean 'hermes'?"),
         (["--reasoning-parser", "quen3"], "unknown reasoning parser 'quen3'. Did you mean 'qwen3'?"),
         (["--api-key", ""], "a key must not be empty"),
+        (["--ssl-keyfile", "key.pem"], "--ssl-certfile is missing"),
+        (["--ssl-certfile", "none.pem"], "--ssl-certfile: none.pem: no such file"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> None:

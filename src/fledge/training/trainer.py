@@ -381,6 +381,10 @@ class Trainer:
             for left in (self.directory / "candidates").glob(".*"):
                 shutil.rmtree(left, ignore_errors=True)
         state = read_resume_state(self.directory / RESUME_FILE, self.key)
+        if self.workers.is_first:  # candidates of steps that will be made again, by the clock perhaps not to the same
+            for later in (self.directory / "candidates").glob("step-*"):
+                if int(later.name.removeprefix("step-")) > (0 if state is None else state["step"]):
+                    shutil.rmtree(later)
         if state is None:
             return 0
         set_state_dict(

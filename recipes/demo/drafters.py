@@ -14,15 +14,18 @@ A stage that is done is not done again, one that was interrupted goes on (`fledg
 has an archive of each drafter as it is then.
 """
 
+import glob
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +33,7 @@ import typer
 from rich.console import Console
 
 from fledge.evaluation import workloads
+from fledge.files import atomic_directory
 from recipes.demo import jsonlines
 from recipes.demo.drafter_prompts import write_prompts, write_text
 
@@ -39,7 +43,9 @@ RECIPE = Path(__file__).with_name("drafter.yaml")
 # What the card is measured on: 24 prompts of each.
 CARD_SETS = ("chat_dialogue", "docs_qa", "gsm8k", "humaneval", "instructions", "math500", "mt_bench")
 SHARED = ("prepare", "regenerate", "vocab", "capture")  # stages that both variants use
+FLEDGE = (sys.executable, "-m", "fledge")
 POLL_SECONDS = 2.0
+GRACE_SECONDS = 30.0  # for a run that is ended, to save its state
 console = Console(soft_wrap=True, highlight=False)
 
 
@@ -55,22 +61,38 @@ class Job:
     def say(self, text: str) -> None:
         console.print(f"[{time.monotonic() - self.began:6.1f} s] {text}", markup=False)
 
-    def train(self, name: str, *overrides: str, until: str | None = None) -> subprocess.Popen[bytes]:
-        """Start `fledge train` in an output of its own."""
+    def train(self, name: str, *overrides: str, until: str | None = None) -> list[str]:
+        """The arguments of a `fledge train` with an output of its own."""
         command = ["train", str(RECIPE), f"output={self.work / name}", *overrides, *self.extra, "--quiet"]
-        return self.start(name, [*command, *(["--until", until] if until else [])])
+        return [*command, *(["--until", until] if until else [])]
 
-    def start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    def run(self, commands: Mapping[str, Sequence[str]]) -> None:
+        """Run all at once to their ends; fail with the end of their logs where one fails. None outlives this call."""
+        running = dict[str, subprocess.Popen[bytes]]()
+        with _signals_interrupt():
+            try:
+                for name, arguments in commands.items():
+                    running[name] = self._start(name, arguments)
+                self._wait(running)
+            finally:
+                _end(running.values())
+
+    def _start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         self.say(f"{name}: fledge {shlex.join(arguments)}")
         # Under MPS the target's answers, which all wait for, go before the text that is read beside them.
         priority = {"CUDA_MPS_CLIENT_PRIORITY": "1"} if name.startswith("text-") else {}
         with (self.work / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", "fledge", *arguments]
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **priority})
+            return subprocess.Popen(
+                [*FLEDGE, *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **priority},
+                process_group=0,  # Ctrl-C is for us: a second signal would cut its saving short
+            )
 
-    def wait(self, processes: dict[str, subprocess.Popen[bytes]]) -> None:
-        """Wait for all, packing what they leave; fail with the end of their logs where one fails."""
-        running, told = dict(processes), dict[str, str]()
+    def _wait(self, running: dict[str, subprocess.Popen[bytes]]) -> None:
+        """Wait for all, packing what they leave. Takes out of `running` what has ended."""
+        told = dict[str, str]()
         while running:
             time.sleep(POLL_SECONDS)
             self.pack()
@@ -82,8 +104,6 @@ class Job:
                     del running[name]
                     self.say(f"{name}: {'done' if code == 0 else f'failed with {code}'}")
                     if code:
-                        for other in running.values():
-                            other.terminate()
                         logs = sorted(self.work.glob("*.log"), key=lambda p: p.stat().st_mtime)
                         tails = [f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in logs[-3:]]
                         jsonlines.fail("\n".join([f"{name} failed", *tails]))
@@ -91,26 +111,30 @@ class Job:
     def progress(self, name: str) -> str:
         """How far a run of `fledge train` is: the last line of its training log, or the chunks that are answered."""
         if log := newest(self.work / name, "fit/*/log.jsonl"):
-            lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+            lines = []
+            with suppress(FileNotFoundError):  # of a run that begins anew
+                lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
             return short(lines[-1]) if lines and lines[-1].endswith("\n") else ""
-        chunks = sum(1 for _ in (self.work / name).glob("regenerate/*/parts/answers-*"))
+        chunks = len(found(self.work / name, "regenerate/*/parts/answers-*"))
         return f"{chunks} chunks answered" if chunks else ""
 
     def share(self, name: str, other: str) -> None:
-        """Give another output the stages that both use, as links."""
+        """Give another output what it has not of the stages that both use, as links: all complete versions."""
         for stage in SHARED:
-            source, place = self.work / name / stage, self.work / other / stage
-            if source.is_dir() and not place.exists():
-                shutil.copytree(source, place, copy_function=os.link)
+            for manifest in found(self.work / name, f"{stage}/*/manifest.json"):
+                source, place = manifest.parent, self.work / other / stage / manifest.parent.name
+                if not place.exists():
+                    with atomic_directory(place) as links:
+                        shutil.copytree(source, links, copy_function=os.link, dirs_exist_ok=True)
 
     def pack(self) -> None:
         """Archive the newest checkpoint of every drafter."""
         for variant in VARIANTS:
             for step in ("text", "answers"):
                 output = self.work / f"{step}-{variant}"
-                found = newest(output, "fit/*/candidates/step-*/config.json")
+                latest = newest(output, "fit/*/candidates/step-*/config.json")
                 whole = output / "drafter" / "README.md"
-                source = whole.parent if step == "answers" and whole.is_file() else found and found.parent
+                source = whole.parent if step == "answers" and whole.is_file() else latest and latest.parent
                 name = f"{step}-{variant}.tar"
                 if source is None or self.packed.get(name) == source:
                     continue
@@ -123,14 +147,49 @@ class Job:
                 self.packed[name] = source
 
     def drafter(self, step: str, variant: str) -> Path:
-        found = newest(self.work / f"{step}-{variant}", "fit/*/candidates/step-*/config.json")
-        if found is None:
+        latest = newest(self.work / f"{step}-{variant}", "fit/*/candidates/step-*/config.json")
+        if latest is None:
             jsonlines.fail(f"there is no {step}-{variant} in {self.work}: run the stage before")
-        return found.parent
+        return latest.parent
+
+
+def found(folder: Path, pattern: str) -> list[Path]:
+    """The paths below a folder in which others may be removing things; without hidden ones."""
+    return [folder / name for name in glob.glob(pattern, root_dir=folder)]
 
 
 def newest(folder: Path, pattern: str) -> Path | None:
-    return max(folder.glob(pattern), key=lambda path: (path.stat().st_mtime, path), default=None)
+    """The path that was written last; those that are gone by the time of a look are left out."""
+    times: list[tuple[float, Path]] = []
+    for path in found(folder, pattern):
+        with suppress(FileNotFoundError):
+            times.append((path.stat().st_mtime, path))
+    return max(times)[1] if times else None
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and a lost terminal end the job as Ctrl-C does."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """End what still runs: first as `fledge train` likes it, which then saves its state."""
+    ending, deadline = list(processes), time.monotonic() + GRACE_SECONDS
+    for process in ending:
+        process.terminate()
+    for process in ending:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def short(line: str) -> str:
@@ -204,17 +263,17 @@ def main(
 
     if "prepare" in chosen:
         write_data(job, data, corpus, prompts, long_prompts, short_prompts)
-        running = {"answers": job.train("answers", *asked, until="prepare")}
+        commands = {"answers": job.train("answers", *asked, until="prepare")}
         if text_seconds:
-            running["text"] = job.train("text", *text, until="capture")
-        job.wait(running)
+            commands["text"] = job.train("text", *text, until="capture")
+        job.run(commands)
     if "teach" in chosen:
-        running = {"answers": job.train("answers", *asked, until="capture")}
+        commands = {"answers": job.train("answers", *asked, until="capture")}
         for variant in VARIANTS if text_seconds else ():
             job.share("text", f"text-{variant}")
             own = [f"drafter.variant={variant}", f"drafter.init_from={before(variant)}"]
-            running[f"text-{variant}"] = job.train(f"text-{variant}", *text, *own, until="fit")
-        job.wait(running)
+            commands[f"text-{variant}"] = job.train(f"text-{variant}", *text, *own, until="fit")
+        job.run(commands)
     sets = [job.work / "sets" / f"{name}.jsonl" for name in CARD_SETS]
     for path in sets:
         packed = Path(workloads.__file__).with_name("data") / f"{path.name}.xz"
@@ -222,14 +281,14 @@ def main(
             jsonlines.write(path, jsonlines.read(packed))
     card = [f"eval.sources=[{','.join(map(str, sets))}]", "eval.max_prompts=24", "eval.candidate_prompts=24"]
 
-    def fitted(variant: str, until: str | None) -> subprocess.Popen[bytes]:
+    def fitted(variant: str, until: str | None) -> list[str]:
         job.share("answers", f"answers-{variant}")
         first = job.drafter("text", variant) if text_seconds else before(variant)
         own = [*card, f"drafter.variant={variant}", f"drafter.init_from={first}"]
         return job.train(f"answers-{variant}", *asked, *own, f"name=fledgling-{variant}", until=until)
 
     if "fit" in chosen:
-        job.wait({f"answers-{variant}": fitted(variant, "fit") for variant in VARIANTS})
+        job.run({f"answers-{variant}": fitted(variant, "fit") for variant in VARIANTS})
     if "evaluate" in chosen:
         new = [str(job.drafter("answers", variant)) for variant in VARIANTS]
         for i, variant in enumerate(VARIANTS):  # names that tell them apart
@@ -250,10 +309,10 @@ def main(
         ]
         results = ["--out", str(job.out / "eval.json"), "--markdown", str(job.out / "eval.md"), "--quiet"]
         begun = ["eval", "--target", target, *drafters, *chosen_sets, "--depth", "5", "--temperature", "0", *results]
-        job.wait({"evaluate": job.start("evaluate", begun)})
+        job.run({"evaluate": begun})
         print((job.out / "eval.md").read_text(encoding="utf-8"))
     if "publish" in chosen:
-        job.wait({f"answers-{variant}": fitted(variant, None) for variant in VARIANTS})
+        job.run({f"answers-{variant}": fitted(variant, None) for variant in VARIANTS})
     job.pack()
 
 

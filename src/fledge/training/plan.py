@@ -6,6 +6,7 @@ queries, keys and MLP, V and D the vocabularies of target and drafter, b the byt
 computed in. docs/training.md explains every line.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -227,7 +228,7 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
         "regenerate": {
             "enabled": recipe.regenerate.enabled,
             "tokens": new_tokens,
-            "seconds": regenerate_seconds,
+            **_by_the_clock(regenerate_seconds, recipe.regenerate.max_minutes),
         },
         "vocab": {"size": draft_vocab if draft_vocab < target.vocab_size else None, "target": target.vocab_size},
         "capture": {
@@ -247,13 +248,19 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
             "memory_free": free_memory(device),
             "flops": flops,
             "flops_total": sum(flops.values()),
-            "seconds": fit_seconds,
+            **_by_the_clock(fit_seconds, recipe.fit.max_minutes),
         },
         **({} if vllm is None else {"vllm": vllm}),
         "eval": {"tokens": eval_tokens, "seconds": target_seconds(eval_tokens, DECODE_SHARE, head=True)},
         "probe": dict(probe),
     }
     return {**plan, "warnings": _warnings(recipe, plan)}
+
+
+def _by_the_clock(seconds: float, max_minutes: float | None) -> dict[str, Any]:
+    """The seconds of a stage, and whether its minutes will end it before its work does."""
+    limit = math.inf if max_minutes is None else 60 * max_minutes
+    return {"seconds": min(seconds, limit), "cut_short": seconds > limit}
 
 
 def _warnings(recipe: Recipe, plan: Mapping[str, Any]) -> list[str]:

@@ -66,7 +66,7 @@ class RegenerateSection:
     chunk: int = 512  # prompts written to disk together; an interrupted run repeats at most one chunk
     # That answer side by side on one device; several for targets so small that the host is the limit.
     processes: int = 1
-    gpu_memory_utilization: float = 0.88  # of the device, for all of them; less leaves room for other work
+    gpu_memory_utilization: float = 0.88  # of the device, for all of them (not for vLLM); less leaves room for others
     seed: int = 0
 
 
@@ -227,6 +227,8 @@ class Recipe(Record):
                     yield key, math.isfinite(value), "a finite number"
                     if name in _SHARES:
                         yield key, 0.0 <= value <= 1.0, "0 to 1"
+                    elif name in _SHARES_OF_SOMETHING:
+                        yield key, 0.0 < value <= 1.0, "above 0, up to 1"
                     elif name in _MAY_BE_ZERO:
                         yield key, value >= 0, "0 or more"
                     else:
@@ -280,9 +282,8 @@ _SHARES = {
     "vary_system_share",
     "min_lr_ratio",
     "warmup",
-    "top_p",
-    "gpu_memory_utilization",
 }
+_SHARES_OF_SOMETHING = {"top_p", "gpu_memory_utilization"}
 _MAY_BE_ZERO = {"held_out", "temperature", "top_k", "kl_weight", "feature_weight", "weight_decay", "seed"}
 
 

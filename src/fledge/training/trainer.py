@@ -5,10 +5,7 @@ It can end after any of them, by a signal or by a kill, and goes on from the las
 the same log. That state is one file, which is either the old one or the new one, never a part.
 """
 
-import importlib.util
-import json
 import math
-import os
 import shutil
 import signal
 import threading
@@ -28,7 +25,7 @@ from torch.func import functional_call
 
 from fledge.checkpoints.drafter import save_drafter
 from fledge.devices import DTYPES
-from fledge.errors import ConfigError, FledgeError, describe
+from fledge.errors import FledgeError, describe
 from fledge.files import atomic_path, check_seal, remove_temporaries, seal
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
@@ -36,73 +33,14 @@ from fledge.progress import Progress
 from fledge.training.capture import CaptureModel
 from fledge.training.data.examples import map_tensors
 from fledge.training.data.loader import StepData, StepLoader
+from fledge.training.log import TrainingLog
 from fledge.training.muon import Muon
 from fledge.training.parallel import Workers
 from fledge.training.recipe import FitSection
 from fledge.training.ttt import Teacher, TttMetrics, TttModel, TttOutputs
 
-LOG_FILE, RESUME_FILE = "log.jsonl", "resume.pt"
+RESUME_FILE = "resume.pt"
 _COUNTERS = ("skipped", "bad_in_a_row", "longest_bad_run")  # of steps that were left out
-
-
-class TrainingLog(ExitStack):
-    """A JSONL file, and TensorBoard and Weights & Biases too where the recipe asks for them.
-
-    `position` bytes of an earlier log are kept and the rest is written again.
-    """
-
-    def __init__(self, directory: Path, fit: FitSection, *, run_name: str, position: int = 0, step: int = 0) -> None:
-        super().__init__()
-        self.path = directory / LOG_FILE
-        self._file = self.enter_context(self.path.open("ab"))
-        if os.fstat(self._file.fileno()).st_size < position:
-            raise FledgeError(f"{self.path}: shorter than when the state was saved; remove resume.pt to start again")
-        self._file.truncate(position)
-        self._loggers: list[Callable[[dict[str, float], int], object]] = []
-        if fit.tensorboard:
-            module = importlib.import_module("torch.utils.tensorboard")
-            writer = module.SummaryWriter(directory / "tensorboard", purge_step=step + 1)
-            self.callback(writer.close)
-            self._loggers.append(lambda values, step: [writer.add_scalar(*each, step) for each in values.items()])
-        if fit.wandb_project:
-            wandb = importlib.import_module("wandb")
-            kept = directory / "wandb-run"  # the same run again after an interruption
-            if not kept.is_file():
-                kept.write_text(wandb.util.generate_id())
-            names = {"project": fit.wandb_project, "id": kept.read_text(), "name": run_name}
-            run = wandb.init(**names, dir=directory, resume="allow", config={"run": run_name})
-            self.callback(run.finish)
-            self._loggers.append(run.log)
-
-    @property
-    def position(self) -> int:
-        """Bytes written. They are on their way to the disk when this returns."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write((json.dumps(record) + "\n").encode())
-        self._file.flush()
-        for log in self._loggers:
-            log(dict(flat(record)), record["step"])
-
-
-def flat(record: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a record by name; entry k of a list is `name/k`."""
-    for name, value in record.items():
-        if isinstance(value, Mapping | list):
-            below = value if isinstance(value, Mapping) else dict(enumerate(value))
-            yield from flat(below, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{prefix}{name}", float(value)
-
-
-def check_available(fit: FitSection) -> None:
-    """Raise ConfigError where the recipe asks for a logger that is not installed."""
-    for key, module in (("tensorboard", "tensorboard"), ("wandb_project", "wandb")):
-        if getattr(fit, key) and importlib.util.find_spec(module) is None:
-            raise ConfigError(f"fit.{key}: {module} is not installed; `pip install {module}`, or unset it")
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -381,6 +319,10 @@ class Trainer:
             for left in (self.directory / "candidates").glob(".*"):
                 shutil.rmtree(left, ignore_errors=True)
         state = read_resume_state(self.directory / RESUME_FILE, self.key)
+        if self.workers.is_first:  # candidates of steps that will be made again, by the clock perhaps not to the same
+            for later in (self.directory / "candidates").glob("step-*"):
+                if int(later.name.removeprefix("step-")) > (0 if state is None else state["step"]):
+                    shutil.rmtree(later)
         if state is None:
             return 0
         set_state_dict(

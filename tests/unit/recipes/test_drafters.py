@@ -1,8 +1,12 @@
 """The job that makes the bundled drafters: its prompts, its recipes, and what it brings back."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -131,5 +135,113 @@ def test_progress_and_failure_are_told(tmp_path: Path, capsys: pytest.CaptureFix
     log.write_text(json.dumps({**line, "simulated_acceptance_length": 2.5, "tokens_per_second": 1e5}) + "\n")
     assert job.progress("text-eagle3").startswith("step 20 epoch 0 lr 1.0e-03 loss 5.000 length 2.500 right 0.500")
     with pytest.raises(SystemExit, match=r"(?s)bad failed\nbad\.log: .*no-such-command"):
-        job.wait({"bad": job.start("bad", ["no-such-command"])})
+        job.run({"bad": ["no-such-command"]})
     assert "failed with 2" in capsys.readouterr().out
+
+
+def test_checkpoints_that_go_while_they_are_looked_at_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").touch()
+    monkeypatch.setattr(drafters, "found", lambda *_: [tmp_path / "there", tmp_path / "gone"])
+    assert drafters.newest(tmp_path, "*") == tmp_path / "there"
+    monkeypatch.setattr(drafters, "found", lambda *_: [tmp_path / "gone"])
+    assert drafters.newest(tmp_path, "*") is None
+    job = drafters.Job(tmp_path / "work", tmp_path / "out", [])
+    job.pack()
+    monkeypatch.setattr(drafters, "newest", lambda *_: tmp_path / "gone")
+    assert job.progress("text-eagle3") == ""
+
+
+def test_every_missing_version_of_a_shared_stage_is_linked_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = drafters.Job(tmp_path, tmp_path / "out", [])
+
+    def version(name: str, *files: str) -> Path:
+        folder = job.work / "text" / "prepare" / name
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(name)
+        return folder
+
+    first, shared = version("one", "manifest.json", "examples/tokens"), job.work / "text-eagle3" / "prepare"
+    version("interrupted", "examples/tokens")
+    for _ in range(2):
+        job.share("text", "text-eagle3")
+        assert [path.name for path in shared.iterdir()] == ["one"]
+    assert (shared / "one" / "examples" / "tokens").samefile(first / "examples" / "tokens")
+    version("two", "manifest.json", "examples/tokens")  # another recipe, in the same outputs
+    link, linked = os.link, list[str]()
+
+    def interrupted_at_the_second(source: str, place: str) -> None:
+        if linked:
+            raise KeyboardInterrupt
+        linked.append(place)
+        link(source, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", interrupted_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            job.share("text", "text-eagle3")
+    assert not (shared / "two").exists()  # a part of it is not taken for all
+    job.share("text", "text-eagle3")
+    assert sorted(path.name for path in shared.iterdir()) == ["one", "two"]
+    assert (shared / "two" / "examples" / "tokens").read_text() == "two"
+
+
+SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+FAILS_BESIDE_ONE_THAT_SLEEPS = f"""
+import sys, time
+if sys.argv[1] == "fail":
+    time.sleep(0.5)
+    sys.exit(3)
+{SLEEPS}
+"""
+
+
+def has_ended(log: Path) -> bool:
+    """Whether the process that wrote its number there is gone."""
+    try:
+        os.kill(int(log.read_text()), 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_no_process_outlives_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = drafters.Job(tmp_path / "work", tmp_path / "out", [])
+    monkeypatch.setattr(drafters, "FLEDGE", (sys.executable, "-c", FAILS_BESIDE_ONE_THAT_SLEEPS))
+    monkeypatch.setattr(drafters, "POLL_SECONDS", 0.1)
+    with pytest.raises(SystemExit, match="bad failed"):
+        job.run({"good": ["sleep"], "bad": ["fail"]})
+    assert has_ended(job.work / "good.log")
+    monkeypatch.setattr(drafters.Job, "pack", lambda _: 1 / 0)  # whatever goes wrong in the job itself
+    (job.work / "good.log").unlink()
+    monkeypatch.setattr(drafters, "POLL_SECONDS", 1.0)
+    with pytest.raises(ZeroDivisionError):
+        job.run({"good": ["sleep"]})
+    assert has_ended(job.work / "good.log")
+
+
+def test_sigterm_ends_the_job_and_its_processes(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from recipes.demo import drafters
+drafters.FLEDGE = (sys.executable, "-c", {SLEEPS!r})
+drafters.Job(Path(sys.argv[1]), Path(sys.argv[1]), []).run({{"one": [], "two": []}})
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    logs = [tmp_path / "one.log", tmp_path / "two.log"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            deadline = time.monotonic() + 50
+            while time.monotonic() < deadline and not all(log.is_file() and log.read_text() for log in logs):
+                time.sleep(0.05)
+            job.terminate()
+            _, said = job.communicate(timeout=20)
+        finally:
+            job.kill()
+    assert "KeyboardInterrupt" in said
+    assert all(has_ended(log) for log in logs)

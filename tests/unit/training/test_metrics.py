@@ -1,5 +1,6 @@
 """Sums that add up, the figures made of them, the log and the loggers that may or may not be installed."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,9 +13,8 @@ import torch
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError, FledgeError
 from fledge.files import read_json_lines
-from fledge.training import trainer
+from fledge.training.log import TrainingLog, check_available, flat
 from fledge.training.recipe import FitSection
-from fledge.training.trainer import TrainingLog, check_available, flat
 from fledge.training.ttt import TttMetrics
 
 
@@ -138,7 +138,7 @@ def test_both_loggers_get_every_number(tmp_path: Path, monkeypatch: pytest.Monke
 
     wandb = SimpleNamespace(init=init, util=SimpleNamespace(generate_id=lambda: "abc"))
     modules = {"torch.utils.tensorboard": SimpleNamespace(SummaryWriter=Writer), "wandb": wandb}
-    monkeypatch.setattr(trainer.importlib, "import_module", lambda name: modules[name])
+    monkeypatch.setattr(importlib, "import_module", lambda name: modules[name])
     fit = FitSection(tensorboard=True, wandb_project="p")
     log = TrainingLog(tmp_path, fit, run_name="run", step=4)
     log.write({"step": 5, "loss": 1.0})

@@ -13,8 +13,8 @@ from fledge.models.config import DrafterConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
 from fledge.progress import Progress
 from fledge.training.data.examples import TokenStore
-from fledge.training.pipeline import Pipeline
-from fledge.training.plan import FitShape, make_plan, measure_speed, target_parameter_count
+from fledge.training.pipeline import Pipeline, duration
+from fledge.training.plan import FitShape, make_plan, measure_speed, plan_text, target_parameter_count
 from fledge.training.recipe import CaptureSection, FitSection, Recipe, TargetSection, VllmSection, VocabSection
 from tests.tiny_models import TINY_TARGET
 from tests.tiny_training import write_run
@@ -138,6 +138,29 @@ def test_a_draft_vocabulary_larger_than_the_target_s_is_all_of_it(recipe: Recipe
     plan = make_plan(replace(recipe, vocab=VocabSection(size=1 << 20)), probe=PROBE)
     assert plan["vocab"]["size"] is None
     assert any("vocab.size is 1,048,576, but the target has" in warning for warning in plan["warnings"])
+
+
+def test_minutes_bound_the_time_and_the_plan_says_so(tmp_path: Path) -> None:
+    recipe = Recipe.load(write_run(tmp_path, regenerate={"max_tokens": 8}))
+    free = make_plan(recipe, probe=PROBE)
+    assert not free["regenerate"]["cut_short"]
+    minutes = {name: free[name]["seconds"] / 60 for name in ("regenerate", "fit")}
+
+    def bounded(by: float) -> Recipe:
+        regenerate = replace(recipe.regenerate, max_minutes=by * minutes["regenerate"])
+        return replace(recipe, regenerate=regenerate, fit=replace(recipe.fit, max_minutes=by * minutes["fit"]))
+
+    half = make_plan(bounded(0.5), probe=PROBE)
+    assert [half[name]["seconds"] / free[name]["seconds"] for name in minutes] == pytest.approx([0.5, 0.5])
+    lines = [line for line in plan_text(bounded(0.5), half).splitlines() if line.startswith(("| regenerate", "| fit"))]
+    for name, line in zip(minutes, lines, strict=True):
+        assert line.endswith(f"| at most {duration(half[name]['seconds'])} |")
+    assert f"at most {half['fit']['steps']} steps" in lines[1]
+    assert f"at most {half['regenerate']['tokens']} tokens" in lines[0]
+    enough = make_plan(bounded(2.0), probe=PROBE)
+    assert [enough[name]["seconds"] for name in minutes] == [free[name]["seconds"] for name in minutes]
+    told = plan_text(bounded(2.0), enough).splitlines()
+    assert not any("at most" in line for line in told if line.startswith(("| regenerate", "| fit")))
 
 
 def test_what_vllm_hands_over(recipe: Recipe) -> None:

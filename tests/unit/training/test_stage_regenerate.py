@@ -372,5 +372,5 @@ def test_processes_on_one_gpu_get_a_share_of_its_memory(
     assert opened[1]["kv_cache_bytes"] == (88 << 30) // 8 - (3 << 30)
     regenerate.open_llm(with_section(recipe, processes=4, gpu_memory_utilization=0.5))
     assert opened[2]["kv_cache_bytes"] == (50 << 30) // 4 - (3 << 30)
-    with pytest.raises(FledgeError, match="too many for the GPU's memory"):
+    with pytest.raises(FledgeError, match=r"too many for the GPU's memory; .*gpu_memory_utilization \(0\.88\)"):
         regenerate.open_llm(with_section(recipe, processes=40))

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,6 +116,22 @@ def test_a_run_of_some_minutes_ends_its_schedule_by_then(recipe: Recipe, monkeyp
     assert len(first["candidates"]) == 2
     monkeypatch.setattr(Trainer, "_step", lambda *_: pytest.fail("trained again"))
     assert run_fit(recipe)["steps"] == first["steps"]
+
+
+def test_candidates_of_steps_that_are_made_again_go_first(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill may come between a candidate and the state to resume from; by the clock, other save points follow."""
+    recipe, directory = with_fit(recipe, max_steps=6, max_minutes=60.0, save_every=2), Path(recipe.output) / "fit"
+    places = directory / "candidates"
+    (places / "step-000001").mkdir(parents=True)  # and no state: all steps are made again
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", lambda *_: pytest.fail("no further"))
+        with pytest.raises(pytest.fail.Exception):
+            run_fit(recipe)
+    assert not list(places.iterdir())
+    run_fit(recipe)
+    shutil.copytree(places / "step-000006", places / "step-000009")
+    assert run_fit(recipe)["candidates"] == ["step-000004", "step-000006"]
+    assert sorted(path.name for path in places.iterdir()) == ["step-000004", "step-000006"]
 
 
 def test_a_target_of_another_family(recipe: Recipe, tmp_path: Path) -> None:

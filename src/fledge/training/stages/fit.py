@@ -50,13 +50,14 @@ from fledge.training.data.loader import (
     write_states,
 )
 from fledge.training.drafter_setup import drafter_config, make_drafter
+from fledge.training.log import LOG_FILE, check_available
 from fledge.training.parallel import Workers
 from fledge.training.pipeline import Stage, StageContext, shown_recipe
 from fledge.training.recipe import FitSection, Recipe
 from fledge.training.stages.prepare import text_identity
 from fledge.training.stages.regenerate import examples_directory
 from fledge.training.stages.vllm import captured_layers, check_target, open_hosts, open_stream, storage
-from fledge.training.trainer import LOG_FILE, Trainer, check_available
+from fledge.training.trainer import Trainer
 from fledge.training.ttt import Teacher
 from fledge.vllm_states.files import StateFiles
 

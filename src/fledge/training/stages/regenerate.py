@@ -97,7 +97,8 @@ def open_llm(recipe: Recipe) -> LLM:
         memory = recipe.regenerate.gpu_memory_utilization * torch.cuda.mem_get_info()[1]
         share = int(memory) // processes - _BESIDE_KEYS
         if share <= 0:
-            raise ConfigError(f"regenerate.processes: found {processes}, too many for the GPU's memory")
+            most = f"lower it or raise regenerate.gpu_memory_utilization ({recipe.regenerate.gpu_memory_utilization:g})"
+            raise ConfigError(f"regenerate.processes: found {processes}, too many for the GPU's memory; {most}")
     try:
         return LLM(
             recipe.target.path,

@@ -17,7 +17,7 @@ Advance = Callable[..., None]  # advance(count=1, note="...")
 
 
 @dataclass
-class Stage:
+class TimedStage:
     """A part of some work, by the clock of `time.perf_counter`."""
 
     name: str
@@ -27,9 +27,9 @@ class Stage:
 
 
 @contextmanager
-def timed(log: logging.Logger, name: str, count: int | None = None) -> Iterator[Stage]:
+def timed(log: logging.Logger, name: str, count: int | None = None) -> Iterator[TimedStage]:
     """Log at level DEBUG how long a stage took; the record has it as its `stage`. One that fails is not told."""
-    stage = Stage(name, count=count)
+    stage = TimedStage(name, count=count)
     yield stage
     stage.seconds = time.perf_counter() - stage.began
     number = "" if stage.count is None else f" ({stage.count})"

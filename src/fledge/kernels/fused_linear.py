@@ -14,6 +14,7 @@ import ctypes
 import functools
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,10 +69,25 @@ def fused_linear(
     With `norm` [size] the product is of `rms_norm(x)`; with `residual` [..., columns] it is added to that. If `gated`
     the result is `swiglu` of it, with half of the columns, and there is neither bias nor residual.
     """
+    given: dict[str, Any] = {"norm": norm, "eps": eps, "residual": residual, "gated": gated}
     if not (runs_triton(x, weight) and weight.is_cuda):
-        return fused_linear_reference(x, weight, bias, norm=norm, eps=eps, residual=residual, gated=gated)
+        return fused_linear_reference(x, weight, bias, **given)
     kernel = _kernel(weight.device)
     assert kernel is not None
+    return _run(kernel, x, weight, bias, **given)
+
+
+def _run(
+    kernel: CudaKernel,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    gated: bool,
+) -> Tensor:
     given, size = as_rows(x).contiguous(), x.shape[-1]
     rows, columns = given.shape[0], weight.shape[0] // (2 if gated else 1)
     assert 0 < rows <= MOST_ROWS
@@ -133,9 +149,26 @@ class _Linear(ctypes.Structure):
 
 @functools.cache
 def _kernel(device: torch.device) -> CudaKernel | None:
-    """The kernel, compiled where it has not been; None where it cannot be, for which the reason is logged."""
+    """The kernel, compiled where it has not been, and tried; None where it cannot be had: the reason is logged."""
     try:
-        return CudaKernel(compiled(SOURCE), "fused_linear", _SHARED_BYTES, device)
+        kernel = CudaKernel(compiled(SOURCE), "fused_linear", _SHARED_BYTES, device)
+        if not torch.cuda.is_current_stream_capturing():
+            _try(kernel, device)
     except (CudaError, OSError) as error:
         _log.warning("Linear layers of few rows run without their norms, which is slower: %s", error)
         return None
+    return kernel
+
+
+@torch.no_grad()
+def _try(kernel: CudaKernel, device: torch.device) -> None:
+    """Raise CudaError unless it computes on this machine what the reference does: a compiler of another day made it."""
+    rows, columns, size = 3, 96, 704  # two chunks and a tile without a neighbour
+    numbers = torch.randn(rows + columns + 1, size, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x, weight, norm = (part.to(device) for part in numbers.split([rows, columns, 1]))
+    weight, residual = weight * size**-0.5, x[:, :columns].contiguous()
+    plain: dict[str, Any] = {"norm": None, "eps": 0.0, "residual": residual, "gated": False}
+    for given in (plain, {**plain, "norm": norm[0], "eps": 1e-5, "residual": None, "gated": True}):
+        found, wanted = _run(kernel, x, weight, None, **given), fused_linear_reference(x, weight, **given)
+        if not torch.allclose(found, wanted, rtol=2**-5, atol=2**-5):
+            raise CudaError("the kernel's results are not the reference's")

@@ -7,6 +7,7 @@ import ctypes
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,21 @@ def test_without_nvrtc_nothing_is_fused(monkeypatch: pytest.MonkeyPatch, caplog:
     assert fused_linear._kernel(torch.device("cuda", 0)) is None
     assert "libnvrtc" in caplog.text
     fused_linear._kernel.cache_clear()
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def right(_kernel: object, *given: Tensor, **more: Any) -> Tensor:
+        return fused_linear.fused_linear_reference(*given, **more)
+
+    kernel: Any = None
+    monkeypatch.setattr(fused_linear, "_run", right)
+    fused_linear._try(kernel, torch.device("cpu"))
+    for wrong in ({"norm": None}, {"residual": None}, {"gated": False}):
+        monkeypatch.setattr(
+            fused_linear, "_run", lambda *given, wrong=wrong, **more: right(*given, **{**more, **wrong})
+        )
+        with pytest.raises((_nvrtc.CudaError, RuntimeError)):
+            fused_linear._try(kernel, torch.device("cpu"))
 
 
 def test_the_parameter_is_laid_out_as_the_source_has_it() -> None:

@@ -27,8 +27,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias for x [..., size], weight [columns, size] and bias [columns]."""
     if runs_triton(x, weight, bias) and _suits(x, weight):
         rows, columns, available = x.numel() // x.shape[-1], weight.shape[0], processors(x.device)
-        if rows <= MOST_ROWS and columns >= 128 * available and can_fuse(weight):  # a model's head
-            return fused_linear(x, weight, bias)
+        if rows <= MOST_ROWS and columns >= 128 * available and bias is None and can_fuse(weight):  # a model's head
+            return fused_linear(x, weight)
         launch = choose_launch(rows=rows, columns=columns, processors=available)
         if launch is not None:
             return skinny_linear_triton(x, weight, bias, launch=launch)

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from fledge.bench.inflate import empty_model, shape_named
 from fledge.checkpoints.quantize import Width, quantized_weight
@@ -42,12 +43,14 @@ def make_pair(name: str, dtype: torch.dtype, device: torch.device) -> Pair:
     return target.eval().requires_grad_(False), drafter.eval().requires_grad_(False)
 
 
-def quantize_linears(target: TargetModel, width: Width) -> None:
+def quantize_linears(model: TargetModel | Drafter, width: Width) -> None:
     """Round the matrices of the layers to fewer bits where they are.
 
     Experts, their routers and `kv_b_proj`, which is read as a matrix, stay.
     """
-    for name, module in list(target.layers.named_modules()):
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    for name, module in list(layers.named_modules()):
         if (
             isinstance(module, Linear)
             and name.endswith("_proj")
@@ -57,7 +60,7 @@ def quantize_linears(target: TargetModel, width: Width) -> None:
                 raise ConfigError(f"--quantize fp8-block: {name} is {list(module.weight.shape)}, no multiples of 128")
             parent, _, own = name.rpartition(".")
             weight = quantized_weight(module.weight, width)
-            setattr(target.layers.get_submodule(parent), own, QuantizedLinear(weight, module.bias, module.weight.dtype))
+            setattr(layers.get_submodule(parent), own, QuantizedLinear(weight, module.bias, module.weight.dtype))
 
 
 def weights_read(target: TargetModel, rows: int) -> int:

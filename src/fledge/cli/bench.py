@@ -32,6 +32,7 @@ def rounds(
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
     quantize: Literal["fp8", "fp8-dynamic", "fp8-block", "int8", "int4"] | None = None,
+    quantize_drafter: Literal["fp8", "fp8-dynamic", "fp8-block", "int8", "int4"] | None = None,
     device: str = "auto",
     count: int = 100,
     prefill: bool = False,
@@ -60,8 +61,9 @@ def rounds(
     with console.status("measuring") as status:
         for name in shape.split(","):
             pair = measure.make_pair(name, precision, place)
-            if quantize is not None:
-                measure.quantize_linears(pair[0], quantize)
+            for model, width in zip(pair, (quantize, quantize_drafter), strict=True):
+                if width is not None:
+                    measure.quantize_linears(model, width)
             for k in depths:
                 body.append([name, str(k)])
                 for size in sizes:
@@ -77,7 +79,8 @@ def rounds(
                 report[f"long context {name}"] = measure.measure_long_context(
                     pair, long_context, max(depths), sizes[0], options
                 )
-    kinds = [f"target in {quantize}"] * (quantize is not None) + [f"{kv_cache_dtype} keys"] * (kv_cache_dtype != "auto")
+    kinds = [f"{one} in {width}" for one, width in (("target", quantize), ("drafter", quantize_drafter)) if width]
+    kinds += [f"{kv_cache_dtype} keys"] * (kv_cache_dtype != "auto")
     title = ", ".join([f"ms per round, {report['device']}, {precision}", *kinds])
     table = Table.of(title, ("shape", "K", *(f"C={size}" for size in sizes)), body, labels=2)
     Console().print(*table.to_rich(Console().width))

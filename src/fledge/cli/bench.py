@@ -61,9 +61,10 @@ def rounds(
     with console.status("measuring") as status:
         for name in shape.split(","):
             pair = measure.make_pair(name, precision, place)
-            for model, width in zip(pair, (quantize, quantize_drafter), strict=True):
-                if width is not None:
-                    measure.quantize_linears(model, width)
+            if quantize is not None:
+                measure.quantize_linears(pair[0], quantize)
+            if quantize_drafter is not None:
+                measure.quantize_linears(pair[1], quantize_drafter)
             for k in depths:
                 body.append([name, str(k)])
                 for size in sizes:

@@ -1,10 +1,10 @@
 // A linear layer of up to eight rows with what stands before and after it: a norm, and a residual or a gate.
 //
 // One block for each multiprocessor, with some rows of W. Four of its warps, the producers, copy them into a ring of slots
-// in shared memory, from before the kernel before this one has ended; eight warps, the consumers, wait for it, put the
+// in shared memory, from before the kernel before this one has ended; eight or 16 others, the consumers, wait for it, put the
 // norm of x into shared memory, each block for itself, and multiply.
 //
-// A tile is 16 rows of W, a slot 512 columns of it. Of these every consumer has 64, for all tiles: a tile's sums are added
+// A tile is 16 rows of W, a slot 512 columns of it or more. Of these every consumer has as many, for all tiles: a tile's sums are added
 // up over the warps once its last column is read. So the order of a sum depends on W alone.
 //
 // W may be in codes of eight or four bits, in fragments as `_fragments.py` has them; then `fused_linear.py` puts before
@@ -26,12 +26,12 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short bf16;
 
-#define WARPS 8
+#define WARPS (IS_CODED ? 16 : 8)   // making numbers of codes is work: with eight the copies wait for it
 #define THREADS (32 * WARPS)        // of the consumers
 #define PRODUCERS 4                 // warps: one copies its rows one by one
 #define ROWS_EACH (TILE / PRODUCERS)
 #define TILE 16
-#define CHUNK (BITS == 4 ? 1024 : 512)  // columns of a slot
+#define CHUNK (8192 / BITS)            // columns of a slot: 16 KB
 #define SHARE (CHUNK / WARPS)       // of a warp
 #define STEPS (SHARE / 32)          // products of them, two instructions each
 #define ROW_BYTES (2 * CHUNK + 64)  // of a row in a slot: neighbours lie in other banks
@@ -39,12 +39,11 @@ typedef unsigned short bf16;
 #define GROUPS (GROUP ? CHUNK / GROUP : 0)  // of a slot
 #define CODE_BYTES (CHUNK * STRIP_BYTES)
 #define SLOT_BYTES (IS_CODED ? CODE_BYTES + GROUPS * TILE * 4 * (1 + ZEROS) : TILE * ROW_BYTES)
-#define IN_FLIGHT (IS_CODED ? 6 : 3)    // slots
-#define AHEAD (BITS == 4 ? 2 : 4)       // chunks of x in registers, where it is read from memory
-#define BARRIER_BYTES 512
+#define IN_FLIGHT 3                 // slots
+#define AHEAD (IS_CODED ? 2 : 4)    // chunks of x in registers, where it is read from memory
 #define MOST_ROWS 8
 #define SUM_STRIDE 20               // between the sums of two rows of x: no two threads of a warp meet in a bank
-#define PIECES 4                    // of 8 * THREADS columns: the longest x that is normed
+#define PIECES (8192 / (8 * THREADS))  // of x in a thread, for the longest that is normed
 
 struct Linear {
     const bf16* weight;    // [outputs, size]; gated: [2 * outputs, size]. Or codes
@@ -466,7 +465,7 @@ __device__ void consume(const Linear& linear, Ring ring, u32 x_shared, float* ro
 // Shared memory: barriers of the ring, squares, sums of a tile, slots, x.
 extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) fused_linear(const __grid_constant__ Linear linear) {
     extern __shared__ __align__(128) unsigned char memory[];
-    float* squares = (float*)(memory + BARRIER_BYTES);
+    float* squares = (float*)(memory + 256);
     float* room = squares + MOST_ROWS * WARPS;
     Ring ring;
     ring.full = shared_address(memory);

@@ -35,9 +35,9 @@ from fledge.kernels.rms_norm import rms_norm_reference
 MOST_ROWS = FEW_ROWS
 SOURCE = Path(__file__).with_suffix(".cu")
 # As in the source:
-_WARPS, _PRODUCERS, _TILE = 8, 4, 16
+_PRODUCERS, _TILE = 4, 16
 _MOST_NORMED = 8192  # columns
-_FIXED_BYTES = 512 + 4 * MOST_ROWS * _WARPS * (1 + 20)
+_MOST_SLOTS, _IN_FLIGHT = 12, 3  # more than the norm of x takes time for
 _SHARED_BYTES = 227 * 1024  # of a block
 
 _log = logging.getLogger("fledge.kernels")
@@ -63,9 +63,14 @@ class Layout:
         return 16 if self.kind is None else BITS[self.kind]
 
     @property
+    def warps(self) -> int:
+        """That multiply."""
+        return 8 if self.kind is None else 16
+
+    @property
     def chunk(self) -> int:
         """Columns of a slot."""
-        return 1024 if self.bits == 4 else 512
+        return 8192 // self.bits
 
     @property
     def slot_bytes(self) -> int:
@@ -75,9 +80,9 @@ class Layout:
         return _TILE * (self.chunk * self.bits // 8 + groups * 4 * (1 + self.zeros))
 
     @property
-    def slots(self) -> tuple[int, int]:
-        """On their way at a time, so at least so many and one; and at most: more than the norm of x takes time for."""
-        return (3, 12) if self.kind is None else (6, 24)
+    def fixed_bytes(self) -> int:
+        """Of shared memory, besides slots and x."""
+        return 256 + 4 * MOST_ROWS * self.warps * (1 + 20)
 
     @property
     def prelude(self) -> str:
@@ -104,7 +109,7 @@ def can_fuse(weight: Tensor | QuantizedWeight, *, normed: bool = False, gated: b
     return (
         (_is_plain(weight) if isinstance(weight, Tensor) else _is_in_order(weight))
         and columns % ((2 if gated else 1) * _TILE) == 0
-        and size % (layout.chunk // _WARPS) == 0
+        and size % (layout.chunk // layout.warps) == 0
         and not (normed and size > _MOST_NORMED)
         and capability(_numbers(weight).device) == (9, 0)
         and _kernel(_numbers(weight).device, layout) is not None
@@ -174,13 +179,12 @@ def _run(
     added = None if residual is None else as_rows(residual)
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     x_bytes = 0 if norm is None else rows * (2 * size + 64)
-    in_flight, most_slots = layout.slots
-    slots = min(most_slots, (_SHARED_BYTES - _FIXED_BYTES - x_bytes) // layout.slot_bytes)
-    assert slots > in_flight
+    slots = min(_MOST_SLOTS, (_SHARED_BYTES - layout.fixed_bytes - x_bytes) // layout.slot_bytes)
+    assert slots > _IN_FLIGHT
     kernel.launch(
         blocks=min(processors(x.device), columns // _TILE),
-        threads=32 * (_WARPS + _PRODUCERS),
-        shared_bytes=_FIXED_BYTES + x_bytes + slots * layout.slot_bytes,
+        threads=32 * (layout.warps + _PRODUCERS),
+        shared_bytes=layout.fixed_bytes + x_bytes + slots * layout.slot_bytes,
         parameter=_Linear(
             weight=_numbers(weight).data_ptr(),
             scales=None if isinstance(weight, Tensor) else weight.scales.data_ptr(),
@@ -245,7 +249,7 @@ def _kernel(device: torch.device, layout: Layout) -> CudaKernel | None:
 @torch.no_grad()
 def _try(kernel: CudaKernel, device: torch.device, layout: Layout) -> None:
     """Raise CudaError unless it computes on this machine what the reference does: a compiler of another day made it."""
-    rows, columns, size = 3, 96, 12 * layout.chunk // _WARPS  # two chunks and a tile without a neighbour
+    rows, columns, size = 3, 96, 3 * layout.chunk // 2  # two chunks and a tile without a neighbour
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(rows + columns + 1, size, generator=generator).to(torch.bfloat16)
     x, matrix, norm = (part.to(device) for part in numbers.split([rows, columns, 1]))

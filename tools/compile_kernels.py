@@ -75,7 +75,8 @@ def _fragments(case: quantized_cases.Case, dtype: torch.dtype) -> None:
     kind, group, with_zeros = case
     weight = quantized_cases.quantized(kind, *quantized_cases.SHAPE, group, with_zeros=with_zeros, device="meta")
     bias = torch.empty(quantized_cases.SHAPE[0], dtype=dtype, device="meta")
-    for rows, launch in quantized_cases.launches(weight):
+    invariant = [one for several in quantized_cases.invariant_launches(weight) for one in several]
+    for rows, launch in [*quantized_cases.launches(weight), *invariant]:
         x = torch.empty(rows, weight.columns, dtype=dtype, device="meta")
         fragment_linear_triton(x, weight, bias, launch=launch)
 
@@ -104,7 +105,7 @@ def _coded(size: int) -> None:
     coded_rms_norm(x, weight, cases.EPS)
     coded_add_rms_norm(x, x, weight, cases.EPS)
     coded_swiglu(torch.empty(3, 2 * size, dtype=BF16))
-    quantize_rows(x, torch.empty(()))
+    quantize_rows(x, torch.empty(())).decoded()
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -1,10 +1,12 @@
 """A batch-invariant engine on a GPU: a thousand answers in bf16, the same whatever shares their passes.
 
-Also runs as a script where pytest is not:  PYTHONPATH=src:. python tests/gpu/test_exact.py
+Also runs as a script where pytest is not:  PYTHONPATH=src:. python tests/gpu/test_exact.py [part of a name ...]
 
-The bundled pair, or what FLEDGLING_DIR and DRAFTER_DIR name.
+The bundled pair, or what FLEDGLING_DIR and DRAFTER_DIR name; and some hundred answers of a random pair whose weights
+are in fewer bits.
 """
 
+import functools
 import gc
 import os
 import random
@@ -18,11 +20,17 @@ import torch
 if torch.cuda.is_available():
     os.environ.pop("TRITON_INTERPRET", None)
 
+from fledge.bench.rounds import quantize_linears
+from fledge.checkpoints.quantize import Width
 from fledge.decoding.params import SamplingParams
+from fledge.engine.config import EngineConfig, SpeculativeConfig
+from fledge.engine.engine import LLMEngine
 from fledge.engine.llm import LLM
 from fledge.engine.tokenizer import encode_chat
 from fledge.evaluation.workloads import load_workload
+from tests.engine_cases import add_request
 from tests.gpu.script import run_checks
+from tests.gpu.test_engine import WIDE, agreeing_pair, on_gpu
 
 TARGET = os.environ.get("FLEDGLING_DIR", "fledgling")
 DRAFTER = os.environ.get("DRAFTER_DIR", "fledgling-eagle3.1")
@@ -116,6 +124,46 @@ def exact() -> None:
         wrong[name] = count_different(name, prompts, expected, batch_invariant=True, **options)
     assert not any(wrong.values()), wrong
     assert count_different("without the mode", prompts, expected, depth=5) > 0, "the check cannot tell"
+
+
+def in_fewer_bits(width: Width) -> None:
+    """As `exact`, of a random pair that is wide enough for sums to be in several chains."""
+    target, drafter = on_gpu(*agreeing_pair(WIDE, strength=0.45), torch.bfloat16)
+    quantize_linears(target, width)
+    chance = random.Random(0)
+    prompts = [[chance.randrange(WIDE.vocab_size) for _ in range(chance.randint(2, 120))] for _ in range(300)]
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+
+    def answers(prompts: list[list[int]], depth: int = 0, *, adaptive: bool = False, **options: Any) -> list[list[int]]:
+        chain = SpeculativeConfig(model="given", num_speculative_tokens=depth, adaptive=adaptive) if depth else None
+        values = {"batch_invariant": True, "max_num_seqs": 64, **options}
+        config = EngineConfig(max_model_len=256, num_blocks=1000, speculative_config=chain, **values)
+        engine = LLMEngine(target, drafter if depth else None, config)
+        requests = [add_request(engine, str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        while engine.has_unfinished:
+            engine.step()
+        return [request.output for request in requests]
+
+    expected = answers(prompts)
+    wrong = {}
+    for name, count, options in (
+        ("K = 0, one at a time", 30, {"max_num_seqs": 1}),
+        ("K = 3, one at a time", 30, {"max_num_seqs": 1, "depth": 3}),
+        ("K = 3, 16 at once, prompts in chunks", 300, {"max_num_seqs": 16, "depth": 3, "max_num_batched_tokens": 64}),
+        ("K = 3, 64 at once", 300, {"depth": 3}),
+        ("adaptive, 64 at once", 300, {"depth": 3, "adaptive": True}),
+        ("K = 3, 64 at once, without the mode", 300, {"depth": 3, "batch_invariant": False}),
+    ):
+        begun = time.perf_counter()
+        found = answers(prompts[:count], **options)
+        wrong[name] = sum(one != other for one, other in zip(found, expected, strict=False))
+        print(f"  {width}, {name}: {wrong[name]} of {count} differ ({time.perf_counter() - begun:.1f} s)", flush=True)
+    assert wrong.pop(name) > 0, "the check cannot tell"
+    assert not any(wrong.values()), wrong
+
+
+for width in ("fp8", "int4", "fp8-block", "fp8-dynamic"):
+    CHECKS[f"exact_in_{width}"] = functools.partial(in_fewer_bits, width)
 
 
 if "pytest" in sys.modules:

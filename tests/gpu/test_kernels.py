@@ -16,6 +16,7 @@ if torch.cuda.is_available():
 
 from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
+from fledge.kernels.quantized_linear import for_gpu
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.layers.block import SparseMLP
 from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeConfig
@@ -134,6 +135,34 @@ def quantized_linear() -> None:
     quantized_cases.quantized_linear(40, 272, 2048, FP16, GPU, kinds=some)
     for rows, columns, size in ((3, 256, 3584), (12, 256, 640), (300, 256, 384), (3, 40, 384)):  # the last as stored
         quantized_cases.quantized_linear(rows, columns, size, FP16, GPU, kinds=few)
+
+
+@check
+def invariant_quantized_linear() -> None:
+    """Launches of the batch-invariant mode, for few rows and for many, then what is dequantised for it, and codes of x.
+
+    Tall and short matrices, and a GPU without products of warp groups, for some kinds only: launches are compiled.
+    """
+    for number, (kind, group, with_zeros) in enumerate(quantized_cases.KINDS):
+        weight = quantized_cases.quantized(kind, *quantized_cases.SHAPE, group, with_zeros=with_zeros, device=GPU)
+        tall, middling, *others = quantized_cases.invariant_launches(weight)
+        for launches in (tall, middling, *others) if number in (0, 8) else (tall,) if number % 2 else (middling,):
+            quantized_cases.invariant_fragment_linear(weight, BF16, GPU, launches)
+    few = [quantized_cases.KINDS[i] for i in (0, 4, 9)]
+    for columns, size in ((272, 2048), (256, 640), (40, 384)):  # in chains, in one, and as stored
+        weights = [
+            quantized_cases.quantized(kind, columns, size, group, with_zeros=zeros, device=GPU)
+            for kind, group, zeros in few
+        ]
+        weights.append(quantized_cases.shuffled(weights[-1]))
+        invariant_cases.quantized_linear(weights, FP16, GPU, (1, 9, 17, 70, 300))
+    for columns in (4096, 40):
+        stored = quantized_cases.quantized(
+            "fp8", columns, 4096, None, with_zeros=False, device=GPU, activations="token"
+        )
+        quantized_cases.decoded_rows(5, 4096, BF16, GPU)
+        for weight in (stored, for_gpu(stored, invariant=True)):
+            invariant_cases.quantized_linear([weight], BF16, GPU, (1, 17, 70, 300))
 
 
 @check

@@ -5,11 +5,13 @@ in the prefix cache, whether the request was preempted: none of it changes what 
 greedy answers are the same with and without speculation, and in any batch. The drafter is left as it is: it proposes.
 
 On a GPU linear layers and attention have kernels of their own for that (`kernels/invariant_linear.py`,
-`kernels/invariant_attention.py`); norms, rotation, gates and sampling see to one row at a time anyway. On a CPU the C
-layers compute that way always.
+`kernels/invariant_attention.py`), or launches for weights in fewer bits (`kernels/fragment_linear.py`); norms,
+rotation, gates and sampling see to one row at a time anyway. On a CPU the C layers compute that way always.
 
 The kernels rely on how a GPU adds up within a matrix instruction, which nobody promises. So an engine tries it first.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from fledge.kernels import invariant_attention as attention
 from fledge.kernels._triton import HAS_TRITON
 from fledge.kernels.invariant_linear import ALIGNED, invariant_linear
 from fledge.kernels.paged_attention import WIDE_HEAD
+from fledge.kernels.quantized_linear import quantized_linear
 from fledge.layers.block import SparseMLP
 from fledge.layers.linear import Linear, compute_weight
 from fledge.layers.quantized import QuantizedLinear
@@ -31,11 +34,19 @@ def set_batch_invariant(target: TargetModel, wanted: bool, *, drafts_trees: bool
     weight = compute_weight(target)
     if wanted and (problem := _obstacle(target, weight, drafts_trees)):
         raise ConfigError(f"batch_invariant: {problem}")
-    if wanted and weight.device.type == "cuda" and (what := differing(target)):
+    wanted = wanted and weight.device.type == "cuda"
+    _set(target, wanted)
+    if wanted and (what := differing(target)):
+        _set(target, False)
         raise ConfigError(f"batch_invariant: on this GPU {what} has other bits among others than alone")
+
+
+def _set(target: TargetModel, wanted: bool) -> None:
     for module in target.modules():
         if isinstance(module, Linear):
-            module.batch_invariant = wanted and weight.device.type == "cuda"
+            module.batch_invariant = wanted
+        if isinstance(module, QuantizedLinear):
+            module.compute_invariantly(wanted)
 
 
 def _obstacle(target: TargetModel, weight: Tensor, drafts_trees: bool) -> str | None:
@@ -52,11 +63,28 @@ def _obstacle(target: TargetModel, weight: Tensor, drafts_trees: bool) -> str | 
         return "not for a mixture of experts, whose sums depend on who shares an expert"
     if target.config.layer.latent is not None or target.config.layer.head_dim > WIDE_HEAD:
         return "not for latent attention, nor for heads wider than 256"
-    if any(isinstance(module, QuantizedLinear) for module in modules):
-        return "not for quantised weights"
-    if any(m.in_features * weight.element_size() % ALIGNED for m in modules if isinstance(m, Linear)):
+    linears = [module for module in modules if isinstance(module, Linear | QuantizedLinear)]
+    if any(linear.in_features * weight.element_size() % ALIGNED for linear in linears):
         return f"the rows of a weight are no multiple of {ALIGNED} bytes long"
     return None
+
+
+def _one_of_each(target: TargetModel) -> Iterable[Linear | QuantizedLinear]:
+    """A linear layer with plain weights, and one of each way in which others are stored."""
+    found: dict[object, Linear | QuantizedLinear] = {}
+    for module in target.modules():
+        if isinstance(module, Linear):
+            found.setdefault(None, module)
+        if isinstance(module, QuantizedLinear):
+            layout = module.kind, module.group_size, module.zeros is None, module.order is None, module.activations
+            found.setdefault(layout, module)
+    return found.values()
+
+
+def _product(module: Linear | QuantizedLinear, rows: Tensor) -> Tensor:
+    if isinstance(module, Linear):
+        return invariant_linear(rows, module.weight)
+    return quantized_linear(rows, module.quantized, invariant=True)
 
 
 def differing(target: TargetModel) -> str | None:
@@ -67,11 +95,11 @@ def differing(target: TargetModel) -> str | None:
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=weight.dtype, device=weight.device, generator=generator)
 
-    matrix = next(module.weight for module in target.modules() if isinstance(module, Linear))
-    rows = numbers(130, matrix.shape[1])
-    product = invariant_linear(rows, matrix)
-    if any(not torch.equal(invariant_linear(rows[:count], matrix), product[:count]) for count in (1, 20, 70)):
-        return "a row of a product"
+    for module in _one_of_each(target):
+        rows = numbers(300, module.in_features)
+        product = _product(module, rows)
+        if any(not torch.equal(_product(module, rows[:count]), product[:count]) for count in (1, 20, 70)):
+            return "a row of a product"
     block, tokens = 64, attention.PIECE + 44
     keys, values = numbers(2, -(-tokens // block), block, layer.num_kv_heads, layer.head_dim)
     query = numbers(tokens, layer.num_heads, layer.head_dim)

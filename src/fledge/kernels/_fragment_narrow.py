@@ -1,6 +1,7 @@
 """The narrow kernel of `fragment_linear`: blocks of 16 or 32 rows of W, so that every multiprocessor has some.
 
-Each warp of a program has every so many steps along them, with sums of its own, which are added up at the end.
+A sum is CHAINS of them, each of every so many steps along the rows and of a warp for itself, or one for each 16 rows;
+they are added up at the end in their order. Within a step the order is that of the wide kernel.
 """
 
 from triton.experimental import gluon
@@ -43,38 +44,42 @@ def kernel(
     STAGES: gl.constexpr,
     ASSEMBLY: gl.constexpr,
     CONSTRAINTS: gl.constexpr,
+    CHAINS: gl.constexpr,
     OVERLAP: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Write columns of out [rows, columns]. LENGTH are the bytes of a row of W; GROUP is 0 where it is one group."""
     grouped: gl.constexpr = GROUP > 0
     size: gl.constexpr = GROUP if grouped else LENGTH * HALVES
-    width: gl.constexpr = GROUP if grouped and GROUP < 64 else 64  # bytes of W's rows, columns of x, for one product
+    width: gl.constexpr = GROUP if grouped and GROUP < 128 else 32  # bytes of W's rows, columns of x, for one product
     chunks: gl.constexpr = BLOCK_K // width
     columns: gl.constexpr = BLOCK_K * HALVES  # of W, for one warp in a step
     groups: gl.constexpr = columns // size if size < columns else 1
     strips: gl.constexpr = BLOCK_N // 16
-    blocks: gl.constexpr = num_warps * BLOCK_K // 32
-    steps: gl.constexpr = LENGTH // (BLOCK_K * num_warps)
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
+    blocks: gl.constexpr = CHAINS * BLOCK_K // 32
+    steps: gl.constexpr = LENGTH // (BLOCK_K * CHAINS)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [CHAINS, num_warps // CHAINS, 1], [1, 16, 8])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     x_operand: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     per_row: gl.constexpr = gl.SliceLayout(2, mma)
-    code_copy: gl.constexpr = gl.BlockedLayout([BLOCK_K // 32, 1, 16], [1, 1, 32], [num_warps, 1, 1], [2, 1, 0])
-    x_copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [num_warps, 1, 1], [2, 1, 0])
+    code_copy: gl.constexpr = gl.BlockedLayout(
+        [BLOCK_K // 32, 1, 16], [1, 1, 32], [CHAINS, num_warps // CHAINS, 1], [2, 1, 0]
+    )
+    x_copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [CHAINS, num_warps // CHAINS, 1], [2, 1, 0])
     scale_copy: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4, 8], [1, num_warps, 1], [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     x_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    fragments: gl.constexpr = gl.SharedLinearLayout(_bases(num_warps, BLOCK_N, BLOCK_K))
+    fragments: gl.constexpr = gl.SharedLinearLayout(_bases(CHAINS, BLOCK_N, BLOCK_K))
 
     tile = gl.program_id(0) * BLOCK_N
+    first_row = gl.program_id(1) * BLOCK_M
     code_ring = gl.allocate_shared_memory(gl.uint8, [STAGES, blocks, strips, 512], plain)
-    x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, num_warps, BLOCK_M, columns], x_layout)
+    x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, CHAINS, BLOCK_M, columns], x_layout)
     if grouped:
-        scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, groups, num_warps, BLOCK_N], plain)
+        scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, groups, CHAINS, BLOCK_N], plain)
     if ZEROS:
-        zero_ring = gl.allocate_shared_memory(gl.float32, [STAGES, groups, num_warps, BLOCK_N], plain)
+        zero_ring = gl.allocate_shared_memory(gl.float32, [STAGES, groups, CHAINS, BLOCK_N], plain)
 
     block = gl.arange(0, blocks, gl.SliceLayout(1, gl.SliceLayout(2, code_copy)))[:, None][:, :, None]
     strip = gl.arange(0, strips, gl.SliceLayout(0, gl.SliceLayout(2, code_copy)))[None, :][:, :, None]
@@ -82,13 +87,13 @@ def kernel(
     strip = gl.minimum(tile // 16 + strip, COLUMNS // 16 - 1).to(gl.int64)
     is_code = byte >= 0
     codes_at = codes_ptr + strip * (16 * LENGTH) + (block * 512 + byte)
-    way = gl.arange(0, num_warps, gl.SliceLayout(1, gl.SliceLayout(2, x_copy)))[:, None][:, :, None]
-    row = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, x_copy)))[None, :][:, :, None]
+    way = gl.arange(0, CHAINS, gl.SliceLayout(1, gl.SliceLayout(2, x_copy)))[:, None][:, :, None]
+    row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, x_copy)))[None, :][:, :, None]
     x_column = gl.arange(0, columns, gl.SliceLayout(0, gl.SliceLayout(1, x_copy)))[None, :][:, None, :]
     x_at = x_ptr + row.to(gl.int64) * x_stride + (way * columns + x_column)
     inside = row < num_rows
     group = gl.arange(0, groups, gl.SliceLayout(1, gl.SliceLayout(2, scale_copy)))[:, None][:, :, None]
-    way = gl.arange(0, num_warps, gl.SliceLayout(0, gl.SliceLayout(2, scale_copy)))[None, :][:, :, None]
+    way = gl.arange(0, CHAINS, gl.SliceLayout(0, gl.SliceLayout(2, scale_copy)))[None, :][:, :, None]
     weight_row = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(1, scale_copy)))[None, :][:, None, :] + tile
 
     for step in gl.static_range(STAGES - 1):  # weights need not wait for the kernel before
@@ -100,20 +105,20 @@ def kernel(
         gdc_launch_dependents()
     for step in gl.static_range(STAGES - 1):
         if step < steps:
-            copy(x_ring.index(step), x_at + step * (num_warps * columns), mask=inside)
-            at = (((step * num_warps + way) * columns) // size + group) * COLUMNS + weight_row
+            copy(x_ring.index(step), x_at + step * (CHAINS * columns), mask=inside)
+            at = (((step * CHAINS + way) * columns) // size + group) * COLUMNS + weight_row
             if grouped:
                 copy(scale_ring.index(step), scales_ptr + at, mask=weight_row < COLUMNS)
             if ZEROS:
                 copy(zero_ring.index(step), zeros_ptr + at, mask=weight_row < COLUMNS)
         async_copy.commit_group()
 
-    acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, mma)
+    acc = gl.zeros([CHAINS, BLOCK_N, BLOCK_M], gl.float32, mma)
     products = acc
     for step in range(steps):
         slot = step % STAGES
         async_copy.wait_group(STAGES - 2)
-        codes = code_ring.index(slot)._reinterpret(gl.uint8, [num_warps, BLOCK_N, BLOCK_K], fragments)
+        codes = code_ring.index(slot)._reinterpret(gl.uint8, [CHAINS, BLOCK_N, BLOCK_K], fragments)
         for chunk in gl.static_range(chunks):
             args = (codes.slice(chunk * width, width, dim=2).load(operand),)
             if ZEROS:
@@ -125,30 +130,35 @@ def kernel(
             for half in gl.static_range(HALVES):
                 x = x_ring.index(slot).slice(column_of(chunk, half, width, HALVES), width, dim=2).permute((0, 2, 1))
                 if grouped and column_of(chunk, half, width, HALVES) % size == 0:
-                    products = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, mma)
+                    products = gl.zeros([CHAINS, BLOCK_N, BLOCK_M], gl.float32, mma)
                 products = mma_v2(high if half else low, x.load(x_operand), products)
                 if grouped and _ends(chunk, half, width, HALVES, chunks, size):
                     scale = _group(scale_ring, slot, column_of(chunk, half, width, HALVES) // size % groups, flat)
-                    scale = gl.expand_dims(scale.load(per_row), 2).broadcast_to([num_warps, BLOCK_N, BLOCK_M])
+                    scale = gl.expand_dims(scale.load(per_row), 2).broadcast_to([CHAINS, BLOCK_N, BLOCK_M])
                     acc = gl.fma(products, scale, acc)
         gl.thread_barrier()
         ahead = step + STAGES - 1
         place = ahead % STAGES
         is_there = ahead < steps
         copy(code_ring.index(place), codes_at + ahead * (512 * blocks), mask=is_code & is_there)
-        copy(x_ring.index(place), x_at + ahead * (num_warps * columns), mask=inside & is_there)
-        at = (((ahead * num_warps + way) * columns) // size + group) * COLUMNS + weight_row
+        copy(x_ring.index(place), x_at + ahead * (CHAINS * columns), mask=inside & is_there)
+        at = (((ahead * CHAINS + way) * columns) // size + group) * COLUMNS + weight_row
         if grouped:
             copy(scale_ring.index(place), scales_ptr + at, mask=(weight_row < COLUMNS) & is_there)
         if ZEROS:
             copy(zero_ring.index(place), zeros_ptr + at, mask=(weight_row < COLUMNS) & is_there)
         async_copy.commit_group()
     async_copy.wait_group(0)  # those that are not there write zeros, and what follows uses the same memory
+    gl.thread_barrier()
     if not grouped:
         acc = products
-    in_one: gl.constexpr = gl.BlockedLayout([num_warps, 1, 1], [1, 32, 1], [1, 1, num_warps], [1, 2, 0])
-    sums = gl.sum(gl.convert_layout(acc, in_one), axis=0)
-    finish(sums, tile, 0, num_rows, scales_ptr, bias_ptr, out_ptr, grouped, BIAS, COLUMNS, num_warps)
+    chains = gl.allocate_shared_memory(gl.float32, [CHAINS, BLOCK_N, BLOCK_M], plain, acc)
+    chains = chains._reinterpret(gl.float32, [CHAINS, BLOCK_N, BLOCK_M], flat)
+    in_one: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
+    sums = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, in_one)
+    for chain in gl.static_range(CHAINS):
+        sums += chains.index(chain).load(in_one)
+    finish(sums, tile, first_row, num_rows, scales_ptr, bias_ptr, out_ptr, grouped, BIAS, COLUMNS, num_warps)
 
 
 @gluon.constexpr_function

@@ -58,10 +58,15 @@ def kernel(
     STAGES: gl.constexpr,
     ASSEMBLY: gl.constexpr,
     CONSTRAINTS: gl.constexpr,
+    CHAINS: gl.constexpr,
     OVERLAP: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Write columns of out [rows, columns]. LENGTH are the bytes of a row of W; GROUP is 0 where it is one group."""
+    """Write columns of out [rows, columns]. LENGTH are the bytes of a row of W; GROUP is 0 where it is one group.
+
+    With CHAINS a sum is so many, each of every so many steps, of one program one after the other or of SPLIT programs.
+    Without, a part of SPLIT has neighbouring steps.
+    """
     grouped: gl.constexpr = GROUP > 0
     size: gl.constexpr = GROUP if grouped else LENGTH * HALVES
     width: gl.constexpr = GROUP if grouped and GROUP < 128 else 32  # bytes of W's rows, columns of x, for one product
@@ -70,6 +75,8 @@ def kernel(
     groups: gl.constexpr = columns // size if size < columns else 1
     strips: gl.constexpr = BLOCK_N // 16
     steps: gl.constexpr = LENGTH // BLOCK_K // SPLIT
+    has_several: gl.constexpr = CHAINS > SPLIT  # chains in one program
+    length: gl.constexpr = LENGTH // BLOCK_K // CHAINS if has_several else steps  # of a chain, or of a part
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     per_row: gl.constexpr = gl.SliceLayout(1, mma)
@@ -83,7 +90,7 @@ def kernel(
 
     tile = gl.program_id(1) * BLOCK_N
     first_row = gl.program_id(0) * BLOCK_M
-    begin = gl.program_id(2) * steps
+    part = gl.program_id(2)
 
     code_ring = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK_K // 32, strips, 512], code_ring_layout)
     x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, columns], x_ring_layout)
@@ -97,10 +104,9 @@ def kernel(
     byte = gl.arange(0, 512, gl.SliceLayout(0, gl.SliceLayout(1, code_copy)))[None, :][:, None, :]
     strip = gl.minimum(tile // 16 + strip, COLUMNS // 16 - 1).to(gl.int64)
     is_code = byte >= 0
-    codes_at = codes_ptr + strip * (16 * LENGTH) + (block * 512 + byte) + begin.to(gl.int64) * (16 * BLOCK_K)
+    codes_at = codes_ptr + strip * (16 * LENGTH) + (block * 512 + byte)
     row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, x_copy))
     x_at = x_ptr + row.to(gl.int64)[:, None] * x_stride + gl.arange(0, columns, gl.SliceLayout(0, x_copy))[None, :]
-    x_at += begin * columns
     inside = (row < num_rows)[:, None]
     group = gl.arange(0, groups, gl.SliceLayout(1, scale_copy))[:, None]
     weight_row = tile + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scale_copy))[None, :]
@@ -108,15 +114,16 @@ def kernel(
 
     for step in gl.static_range(STAGES - 1):  # weights need not wait for the kernel before
         if step < steps:
-            copy(code_ring.index(step), codes_at + step * (16 * BLOCK_K))
+            copy(code_ring.index(step), codes_at + _place(step, part, length, CHAINS) * (16 * BLOCK_K))
         async_copy.commit_group()
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     for step in gl.static_range(STAGES - 1):
         if step < steps:
-            copy(x_ring.index(step), x_at + step * columns, mask=inside)
-            at = group_at + (begin + step) * columns // size * COLUMNS
+            place = _place(step, part, length, CHAINS)
+            copy(x_ring.index(step), x_at + place * columns, mask=inside)
+            at = group_at + place * columns // size * COLUMNS
             if grouped:
                 copy(scale_ring.index(step), scales_ptr + at, mask=weight_row < COLUMNS)
             if ZEROS:
@@ -125,6 +132,7 @@ def kernel(
 
     nought = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
     sums = nought
+    total = nought
     scale = gl.zeros([BLOCK_N], gl.float32, per_row)
     for step in range(steps):
         slot = step % STAGES
@@ -155,36 +163,49 @@ def kernel(
                 )
         gl.thread_barrier()  # everybody has ended the step before: its place in the rings is free
         ahead = step + STAGES - 1
-        place = ahead % STAGES
+        free = ahead % STAGES
         is_there = ahead < steps  # not a branch: products are under way
-        copy(code_ring.index(place), codes_at + ahead * (16 * BLOCK_K), mask=is_code & is_there)
-        copy(x_ring.index(place), x_at + ahead * columns, mask=inside & is_there)
-        at = group_at + (begin + ahead) * columns // size * COLUMNS
+        place = _place(ahead, part, length, CHAINS)
+        copy(code_ring.index(free), codes_at + place * (16 * BLOCK_K), mask=is_code & is_there)
+        copy(x_ring.index(free), x_at + place * columns, mask=inside & is_there)
+        at = group_at + place * columns // size * COLUMNS
         if grouped:
-            copy(scale_ring.index(place), scales_ptr + at, mask=(weight_row < COLUMNS) & is_there)
+            copy(scale_ring.index(free), scales_ptr + at, mask=(weight_row < COLUMNS) & is_there)
         if ZEROS:
-            copy(zero_ring.index(place), zeros_ptr + at, mask=(weight_row < COLUMNS) & is_there)
+            copy(zero_ring.index(free), zeros_ptr + at, mask=(weight_row < COLUMNS) & is_there)
         async_copy.commit_group()
         done = warpgroup_mma_wait(0, deps=[products])
         sums = gl.fma(done, _each(scale, nought), sums) if grouped else done
+        if has_several:  # noqa: SIM102 - Triton compiles the one, and not the other
+            if step % length == length - 1:
+                total += sums
+                sums = nought
     async_copy.wait_group(0)  # those that are not there write zeros, and what follows uses the same memory
+    if has_several:
+        sums = total
 
     if SPLIT > 1:
         local = (
             gl.arange(0, BLOCK_N, per_row)[:, None] * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
         )
-        number = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-        area = sums_ptr + number.to(gl.int64) * (SPLIT * BLOCK_N * BLOCK_M)
-        gl.store(area + gl.program_id(2) * (BLOCK_N * BLOCK_M) + local, sums)
+        here = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        area = sums_ptr + here.to(gl.int64) * (SPLIT * BLOCK_N * BLOCK_M)
+        gl.store(area + part * (BLOCK_N * BLOCK_M) + local, sums)
         gl.thread_barrier()
-        count = gl.atomic_add(counters_ptr + number, 1)
+        count = gl.atomic_add(counters_ptr + here, 1)
         if count != SPLIT - 1:
             return
-        gl.store(counters_ptr + number, 0)
-        sums = gl.load(area + local, cache_modifier=".cg")
-        for part in range(1, SPLIT):
-            sums += gl.load(area + part * (BLOCK_N * BLOCK_M) + local, cache_modifier=".cg")
+        gl.store(counters_ptr + here, 0)
+        sums = nought
+        for number in range(SPLIT):
+            sums += gl.load(area + number * (BLOCK_N * BLOCK_M) + local, cache_modifier=".cg")
     finish(sums, tile, first_row, num_rows, scales_ptr, bias_ptr, out_ptr, grouped, BIAS, COLUMNS, num_warps)
+
+
+@gluon.jit
+def _place(step, part, length: gl.constexpr, CHAINS: gl.constexpr):
+    """Where along the rows of W a program has its step."""
+    return part * length + step if CHAINS == 0 else step % length * CHAINS + part + step // length
 
 
 @gluon.jit

@@ -1,13 +1,14 @@
-"""x W^T + bias for up to 256 rows of x and a `QuantizedWeight` whose codes are in fragments: which kernel, how cut.
+"""x W^T + bias for rows of x and a `QuantizedWeight` whose codes are in fragments: which kernel, how cut.
 
 Codes become numbers of x's dtype in registers, where every one of them is exact; `_fragments` says how they lie. There
 are two kernels, both in Gluon, Triton's language with layouts, which is imported with the first product:
 
-    narrow   up to 16 rows of x; the warps of a program have every so many steps along its rows of W (Ampere and later)
+    narrow   16 rows of x at most; the warps of a program have every so many steps along its rows of W (Ampere, later)
     wide     W is the operand in registers of a warp group's product, x that in shared memory (Hopper alone)
 
 Tolerance: products are summed in float32 and scales, in float32 too, are applied to the sums of groups. A row's result
-does not depend on the other rows, for one launch.
+does not depend on the other rows, for one launch; nor on how many there are, for those of `choose_invariant_launch`. As
+in `invariant_linear` that takes matrix instructions of a warp and of four that add up alike.
 """
 
 import functools
@@ -16,14 +17,15 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor
 
-from fledge.kernels._fragments import SPAN, fragment_assembly
+from fledge.kernels._fragments import SPAN, TILE_ROWS, fragment_assembly
 from fledge.kernels._overlap import overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, triton
 
 if TYPE_CHECKING:
     from fledge.kernels.quantized_linear import QuantizedWeight
 
-MAX_ROWS = 256
+MAX_ROWS = 256  # for which codes are read, where a dequantised matrix would do too
+CHAINS = 4  # that a sum is made of where it has to be the same in both kernels
 _MAX_TILES = 4096
 
 
@@ -35,6 +37,7 @@ class QuantizedLaunch(TypedDict):
     BLOCK_N: int
     BLOCK_K: int
     SPLIT: int  # programs that share the steps along the same rows of W
+    CHAINS: int  # that a sum is made of, each of every so many steps; 0: of parts as they lie, one for each program
     num_warps: int
     num_stages: int
 
@@ -56,6 +59,7 @@ def choose_launch(
     narrow = _narrow(rows=rows, is_packed=is_packed, is_tall=is_tall, is_short=is_short, has_room=has_room)
     while narrow["num_warps"] > 4 and length % (narrow["num_warps"] * narrow["BLOCK_K"]):
         narrow["num_warps"] //= 2
+        narrow["CHAINS"] //= 2
     is_even = length % (narrow["num_warps"] * narrow["BLOCK_K"]) == 0
     if rows <= 16 and is_even and not (has_wide and is_tall and rows > 8):
         return narrow
@@ -66,6 +70,35 @@ def choose_launch(
         wide["BLOCK_K"] = SPAN
     while length % (wide["BLOCK_K"] * wide["SPLIT"]):
         wide["SPLIT"] //= 2
+    return wide
+
+
+def choose_invariant_launch(
+    weight: "QuantizedWeight", *, rows: int, processors: int, has_wide: bool = True, has_room: bool = True
+) -> QuantizedLaunch | None:
+    """Return how to cut the work so that a row has the same bits whatever `rows` is, or None, whatever it is.
+
+    Of a launch `CHAINS` alone, and that a step is of SPAN bytes, change bits. The rest is as in `choose_launch` where
+    it can be; more rows than that takes have the tiles of its largest launch.
+    """
+    columns, length = weight.codes.shape
+    has_chains = length % (CHAINS * SPAN) == 0
+    if not _is_taken(weight) or not (has_chains or has_wide):
+        return None
+    is_packed = length < weight.columns
+    is_tall, is_short = columns >= 128 * processors, columns < 40 * processors
+    if has_chains and (not has_wide or rows <= (8 if is_tall else 16)):
+        least = min(rows, 16)
+        narrow = _narrow(rows=least, is_packed=is_packed, is_tall=is_tall, is_short=is_short, has_room=has_room)
+        warps = min(narrow["num_warps"], CHAINS * narrow["BLOCK_N"] // TILE_ROWS)
+        narrow["num_stages"] *= narrow["num_warps"] // warps  # as many bytes under way
+        narrow.update({"CHAINS": CHAINS, "num_warps": warps})
+        return narrow
+    wide = _wide(rows=min(rows, MAX_ROWS), is_packed=is_packed, is_tall=is_tall, is_short=is_short)
+    if wide["BLOCK_K"] > SPAN:
+        wide.update({"BLOCK_K": SPAN, "num_stages": 6})
+    wide["CHAINS"] = CHAINS if has_chains else 1
+    wide["SPLIT"] = wide["CHAINS"] if wide["SPLIT"] > 1 and rows <= MAX_ROWS else 1
     return wide
 
 
@@ -84,6 +117,7 @@ def _narrow(*, rows: int, is_packed: bool, is_tall: bool, is_short: bool, has_ro
         "BLOCK_N": 16 if has_many_warps and rows <= 8 else 32,
         "BLOCK_K": SPAN,
         "SPLIT": 1,
+        "CHAINS": 8 if has_many_warps else 4,
         "num_warps": 8 if has_many_warps else 4,
         "num_stages": 6 if is_deep else 4 if has_room else 3,
     }
@@ -96,6 +130,7 @@ def _wide(*, rows: int, is_packed: bool, is_tall: bool, is_short: bool) -> Quant
         "BLOCK_N": 64,
         "BLOCK_K": SPAN if is_packed or rows > 64 else 2 * SPAN,
         "SPLIT": 1 if is_tall else 4,
+        "CHAINS": 0,
         "num_warps": 4,
         "num_stages": 4,
     }
@@ -133,7 +168,7 @@ def fragment_linear_triton(
     block_m = min(launch["BLOCK_M"], max(8, next_power_of_two(len(rows))))
     tiles = triton.cdiv(len(rows), block_m), triton.cdiv(columns, launch["BLOCK_N"])
     split = launch["SPLIT"]
-    assert length % (launch["BLOCK_K"] * (split if launch["WIDE"] else launch["num_warps"])) == 0
+    assert length % (launch["BLOCK_K"] * (launch["CHAINS"] or split)) == 0
     assembly, constraints = fragment_assembly(weight.kind, x.dtype, zeros=weight.zeros is not None)
     tensors = (
         rows,
@@ -156,11 +191,12 @@ def fragment_linear_triton(
         "STAGES": launch["num_stages"],
         "ASSEMBLY": assembly,
         "CONSTRAINTS": constraints,
+        "CHAINS": launch["CHAINS"],
         "num_warps": launch["num_warps"],
         **overlapping(x.device),
     }
     if not launch["WIDE"]:
-        _fragment_narrow.kernel[(tiles[1],)](*tensors, len(rows), rows.stride(0), **shared)
+        _fragment_narrow.kernel[tiles[::-1]](*tensors, len(rows), rows.stride(0), **shared)
         return out
     done, sums = counters(x.device), out
     if split > 1:

@@ -11,6 +11,9 @@ Every stored format is repacked to this at load, one layout for each kind of cod
 
 Where a weight says so, x is rounded to eight bits too (`quantize_rows`), and the product is that of the rounded x.
 
+A product may be asked to be invariant: a row of x has the same bits however many rows there are. Then codes in
+fragments are read whatever their number, and a dequantised matrix is for `invariant_linear`.
+
 Tolerance: the product is that with `dequantize(weight, x.dtype)`, whose values are rounded once, to that dtype; and so
 is the rounded x, other than where codes are multiplied with codes (`scaled_linear`).
 """
@@ -26,7 +29,8 @@ from torch import Tensor
 from fledge.kernels._fragments import SPAN, TILE_ROWS, from_fragments, to_fragments
 from fledge.kernels._triton import as_rows, capability, has_room, processors, runs_triton
 from fledge.kernels.dequantize import dequantize_rows_triton
-from fledge.kernels.fragment_linear import choose_launch, counters, fragment_linear_triton
+from fledge.kernels.fragment_linear import choose_invariant_launch, choose_launch, counters, fragment_linear_triton
+from fledge.kernels.invariant_linear import invariant_linear
 from fledge.kernels.quantize_rows import CodedRows, quantize_rows
 from fledge.kernels.scaled_linear import multiplies_codes, scaled_linear, takes_codes
 
@@ -79,24 +83,30 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     )
 
 
-def quantized_linear(x: Tensor | CodedRows, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias for x [..., columns] and bias [rows], of x as the weight wants it rounded, or as it comes."""
+def quantized_linear(
+    x: Tensor | CodedRows, weight: QuantizedWeight, bias: Tensor | None = None, *, invariant: bool = False
+) -> Tensor:
+    """Return x W^T + bias for x [..., columns] and bias [rows], of x as the weight wants it rounded, or as it comes.
+
+    `invariant`, on a GPU for 16-bit numbers: as numbers, never by codes with codes.
+    """
     if weight.activations is not None and isinstance(x, Tensor):
         x = quantize_rows(x, weight.input_scale)
     if isinstance(x, Tensor):
-        return _weight_only(x, weight, bias)
-    if runs_triton(x.codes, weight.codes, bias) and not weight.in_fragments and takes_codes(x, weight.codes):
+        return _weight_only(x, weight, bias, invariant)
+    is_stored = not weight.in_fragments and not invariant
+    if is_stored and runs_triton(x.codes, weight.codes, bias) and takes_codes(x, weight.codes):
         return scaled_linear(x, weight.codes, weight.scales, bias)
-    return _weight_only(x.decoded(), weight, bias)
+    return _weight_only(x.decoded(), weight, bias, invariant)
 
 
-def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, invariant: bool) -> Tensor:
     """On a GPU from the codes, unless x has many rows."""
     if runs_triton(x, weight.codes, bias) and x.numel() > 0:
         x = x if weight.order is None else x.index_select(-1, weight.order)
         launch = None
         if x.element_size() == 2 and capability(x.device) >= (8, 0):
-            launch = choose_launch(
+            launch = (choose_invariant_launch if invariant else choose_launch)(
                 weight,
                 rows=x.numel() // x.shape[-1],
                 processors=processors(x.device),
@@ -105,21 +115,24 @@ def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Ten
             )
         if launch is not None:
             return fragment_linear_triton(x, weight, bias, launch=launch)
-        return _in_pieces(x, weight, bias)
+        return _in_pieces(x, weight, bias, invariant)
     return F.linear(x, dequantize(weight, x.dtype), bias)
 
 
-def _in_pieces(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+def _in_pieces(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, invariant: bool) -> Tensor:
     """As many rows of W at a time, dequantised, as a GPU's L2 cache holds."""
     rows, columns = as_rows(x), len(weight.scales)
     out = torch.empty(len(rows), columns, dtype=x.dtype, device=x.device)
     count = max(256, _PIECE_BYTES // (weight.columns * x.element_size()) // 256 * 256)
     for first in range(0, columns, count):
-        matrix, piece = dequantize_rows_triton(weight, first, count, x.dtype).T, slice(first, first + count)
-        if bias is None:
-            torch.mm(rows, matrix, out=out[:, piece])
+        matrix, piece = dequantize_rows_triton(weight, first, count, x.dtype), slice(first, first + count)
+        added = None if bias is None else bias[piece]
+        if invariant:
+            out[:, piece] = invariant_linear(rows, matrix, added)
+        elif added is None:
+            torch.mm(rows, matrix.T, out=out[:, piece])
         else:
-            torch.addmm(bias[piece], rows, matrix, out=out[:, piece])
+            torch.addmm(added, rows, matrix.T, out=out[:, piece])
     return out.view(*x.shape[:-1], columns)
 
 
@@ -162,18 +175,23 @@ def pack_halves(values: Tensor) -> Tensor:
     return values[:, ::2] | (values[:, 1::2] << 4)
 
 
-def for_gpu(weight: QuantizedWeight, dtype: torch.dtype = torch.bfloat16) -> QuantizedWeight:
-    """The same matrix in the layout that the GPU's kernels read.
+def for_gpu(
+    weight: QuantizedWeight, dtype: torch.dtype = torch.bfloat16, *, invariant: bool = False
+) -> QuantizedWeight:
+    """The same matrix, however it lies, in the layout that the GPU's kernels read, or those of invariant products.
 
     Scales and zero points of neighbouring rows are neighbours, in 32 bits: the least that is copied asynchronously.
     Codes are in fragments (`_fragments`), those of four bits SPAN columns apart in a byte; they stay as they are, for
     products with the dequantised matrix alone, where rows or bytes are not whole tiles; and where they are to be
-    multiplied with codes of x, on GPUs that have such products.
+    multiplied with codes of x, on GPUs that have such products, unless `invariant`.
     """
     zeros = None if weight.zeros is None else weight.zeros.float().T.contiguous().T
     weight = replace(weight, scales=weight.scales.float().T.contiguous().T, zeros=zeros)
     rows, length = weight.codes.shape
-    if weight.activations is not None and multiplies_codes(weight.codes.device, dtype):
+    if weight.activations is not None and not invariant and multiplies_codes(weight.codes.device, dtype):
+        if weight.in_fragments:
+            codes = from_fragments(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
+            weight = replace(weight, codes=codes, in_fragments=False)
         return weight
     if weight.in_fragments or rows % TILE_ROWS or length % SPAN:
         return weight

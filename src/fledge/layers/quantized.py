@@ -19,6 +19,7 @@ class QuantizedLinear(nn.Module):
     order: Tensor | None
     input_scale: Tensor | None
     bias: Tensor | None
+    batch_invariant = False  # as a `Linear`'s; set by `compute_invariantly`
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -31,6 +32,12 @@ class QuantizedLinear(nn.Module):
         for name in ("codes", "scales", "zeros", "order", "input_scale"):
             self.register_buffer(name, getattr(quantized, name))
         self.register_buffer("bias", bias)
+
+    def compute_invariantly(self, wanted: bool) -> None:
+        """On a GPU: let a row have the same bits in whatever company, and the codes lie as suits that."""
+        self.batch_invariant = wanted
+        laid = for_gpu(self.quantized, self.dtype, invariant=wanted) if self.codes.is_cuda else self.quantized
+        self.codes, self.in_fragments = laid.codes, laid.in_fragments
 
     @property
     def quantized(self) -> QuantizedWeight:
@@ -53,7 +60,7 @@ class QuantizedLinear(nn.Module):
         return dequantize(self.quantized, self.dtype)
 
     def forward(self, x: Tensor | CodedRows) -> Tensor:
-        return quantized_linear(x, self.quantized, self.bias)
+        return quantized_linear(x, self.quantized, self.bias, invariant=self.batch_invariant)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"

@@ -7,10 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
+from fledge.bench.rounds import quantize_linears
 from fledge.engine import invariance
 from fledge.engine.config import EngineConfig
 from fledge.errors import ConfigError
 from fledge.layers.linear import Linear
+from fledge.layers.quantized import QuantizedLinear
 from tests.tiny_models import TARGET_CONFIGS, TINY_LAYER, TINY_TARGET, make_target
 
 
@@ -40,6 +42,7 @@ def test_what_cannot_compute_so_is_refused():
 
 def test_linear_layers_compute_so_only_while_it_is_asked_for():
     target = make_target(TINY_TARGET)
+    quantize_linears(target, "fp8-dynamic")
     weight = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16, element_size=lambda: 2)
     for wanted in (True, False):
         with (
@@ -48,7 +51,9 @@ def test_linear_layers_compute_so_only_while_it_is_asked_for():
             mock.patch.object(invariance, "differing", return_value=None),
         ):
             invariance.set_batch_invariant(target, wanted)
-        assert {module.batch_invariant for module in target.modules() if isinstance(module, Linear)} == {wanted}
+        linears = [module for module in target.modules() if isinstance(module, Linear | QuantizedLinear)]
+        assert {linear.batch_invariant for linear in linears} == {wanted}
+        assert sum(isinstance(linear, QuantizedLinear) for linear in linears) > 0
 
 
 def test_keys_in_eight_bits_are_refused() -> None:

@@ -5,6 +5,7 @@ Used on a GPU, and on a CPU under Triton's interpreter with matrix products in t
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels import invariant_attention as kernels
+from fledge.kernels import quantized_linear as multiplying
 from fledge.kernels.invariant_linear import invariant_linear
+from fledge.kernels.quantize_rows import quantize_rows_reference
+from fledge.kernels.quantized_linear import QuantizedWeight, dequantize
 from tests.unit.kernels.cases import close, paged_cache, randn, random_tree
+from tests.unit.kernels.interpreter import in_triton
 from tests.unit.kernels.references import paged_attention_reference
 
 
@@ -52,6 +57,25 @@ def linear(columns: int, size: int, dtype: torch.dtype, device: str, counts: Seq
         assert out.shape == (count, columns)
         different = (out[inside] != alone[: len(inside)]).sum(-1).tolist()
         assert not any(different), f"{columns} x {size}, {count} rows: {different} of {columns} numbers differ"
+
+
+def quantized_linear(
+    weights: Sequence[QuantizedWeight], dtype: torch.dtype, device: str, counts: Sequence[int], *, units: float = 2
+) -> None:
+    """As `linear`, with the public function, for weights in fewer bits; the matrix may be rounded to `dtype`."""
+    for weight in weights:
+        columns, size = len(weight.scales), weight.columns
+        x, bias = randn(max(counts), size, dtype=dtype, device=device), randn(columns, dtype=dtype, device=device)
+        rounded = x
+        if weight.activations is not None:
+            rounded = quantize_rows_reference(x, weight.input_scale).decoded()
+        exact = F.linear(rounded.double(), dequantize(weight).double(), bias.double())
+        multiply = in_triton(functools.partial(multiplying.quantized_linear, invariant=True))
+        whole = multiply(x, weight, bias)
+        close(whole, exact.to(dtype), units, size=float(exact.abs().max()))
+        for count in counts:
+            first = max(counts) - count  # other neighbours, and rows elsewhere in a tile
+            same(multiply(x[first:], weight, bias), whole[first:], f"{weight.kind} {columns} x {size}, {count} rows")
 
 
 class Attended:

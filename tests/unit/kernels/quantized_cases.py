@@ -1,5 +1,7 @@
 """Quantised matrices of every kind, and the kernels against their dequantised forms."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -9,7 +11,12 @@ from fledge.kernels import rms_norm as norming
 from fledge.kernels import swiglu as gating
 from fledge.kernels._triton import next_power_of_two
 from fledge.kernels.dequantize import dequantize_rows_triton
-from fledge.kernels.fragment_linear import QuantizedLaunch, choose_launch, fragment_linear_triton
+from fledge.kernels.fragment_linear import (
+    QuantizedLaunch,
+    choose_invariant_launch,
+    choose_launch,
+    fragment_linear_triton,
+)
 from fledge.kernels.quantize_rows import CodedRows, quantize_rows_reference
 from fledge.kernels.quantized_linear import Activations, Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
 from tests.unit.kernels.cases import EPS, INTERPRETED, UNIT, close, randn
@@ -80,6 +87,37 @@ def launches(weight: QuantizedWeight) -> list[tuple[int, QuantizedLaunch]]:
     return list(found.values())
 
 
+def invariant_launches(weight: QuantizedWeight) -> list[list[tuple[int, QuantizedLaunch]]]:
+    """Those of the batch-invariant mode, whose bits are to be the same: for each kind of matrix, and without `wide`."""
+    found = []
+    for processors, has_wide in ((_TALL, True), (_MIDDLING, True), (_SHORT, True), (_MIDDLING, False)):
+        chosen: dict[str, tuple[int, QuantizedLaunch]] = {}
+        for rows in (1, 5, 12, 30, 60, 100, 200, 300) if has_wide else (5, 40):
+            launch = choose_invariant_launch(weight, rows=rows, processors=processors, has_wide=has_wide)
+            assert launch is not None
+            block_m = min(launch["BLOCK_M"], max(8, next_power_of_two(rows)))
+            chosen.setdefault(repr((block_m, launch)), (rows, launch))
+        found.append(list(chosen.values()))
+    return found
+
+
+def invariant_fragment_linear(
+    weight: QuantizedWeight, dtype: torch.dtype, device: str, launches: list[tuple[int, QuantizedLaunch]]
+) -> None:
+    """A row has the same bits in launches for few rows and for many, and is right."""
+    most = max(rows for rows, _ in launches)
+    x = randn(most, weight.columns, dtype=dtype, device=device)
+    bias = randn(len(weight.scales), dtype=dtype, device=device)
+    exact = F.linear(x.double(), dequantize(weight).double(), bias.double())
+    whole = None
+    for rows, launch in sorted(launches, key=lambda one: -one[0]):
+        out = fragment_linear_triton(x[:rows], weight, bias, launch=launch)
+        close(out, exact[:rows].to(dtype), 1, size=float(exact.abs().max()))
+        whole = out if whole is None else whole
+        different = int((out != whole[:rows]).sum())
+        assert not different, f"{weight.kind}, {rows} rows, {launch}: {different} of {out.numel()} numbers differ"
+
+
 def quantized_linear(
     rows: int, columns: int, size: int, dtype: torch.dtype, device: str, *, kinds: list[Case] = KINDS
 ) -> None:
@@ -90,6 +128,11 @@ def quantized_linear(
         exact = F.linear(x.double(), dequantize(weight).double(), bias.double())
         out = in_triton(multiplying.quantized_linear)(x, weight, bias)
         close(out, exact.to(dtype), 2, size=float(exact.abs().max()))
+
+
+def shuffled(weight: QuantizedWeight) -> QuantizedWeight:
+    """With act-order: the columns of the codes are others of the matrix."""
+    return replace(weight, order=torch.randperm(weight.columns, device=weight.codes.device))
 
 
 def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:
@@ -123,6 +166,13 @@ def quantize_rows(rows: int, size: int, dtype: torch.dtype, device: str) -> None
         out = in_triton(rounding.quantize_rows)(strided, scale)
         equal_codes(out, quantize_rows_reference(x, scale))
     assert out.codes.float().abs().max() == 448
+
+
+def decoded_rows(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """To the last bit on a GPU; the interpreter rounds to bfloat16 in another way."""
+    coded = quantize_rows_reference(randn(rows, size, dtype=dtype, device=device))
+    expected = (coded.codes.float() * coded.scales).to(dtype)
+    close(in_triton(CodedRows.decoded)(coded), expected, 1 if INTERPRETED else 0)
 
 
 def coded_results(rows: int, size: int, dtype: torch.dtype, device: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fledge.kernels._fragments import fragment_assembly, from_fragments, to_fragments
-from fledge.kernels.fragment_linear import choose_launch
+from fledge.kernels.fragment_linear import QuantizedLaunch, choose_invariant_launch, choose_launch
 from fledge.kernels.quantized_linear import Kind, QuantizedWeight, code_values, dequantize, for_gpu
 from tests.unit.kernels.quantized_cases import KINDS, quantized
 
@@ -110,15 +110,7 @@ def _run(assembly: str, given: list[torch.Tensor], outputs: int, dtype: torch.dt
 
 def test_which_launch_a_product_has():
     def chosen(kind: Kind, group: int | None, rows: int, columns: int = 4096, size: int = 4096, **gpu: bool):
-        halves = 2 if kind in {"int4", "fp4"} else 1
-        weight = QuantizedWeight(
-            kind=kind,
-            columns=size,
-            group_size=group or size,
-            codes=torch.empty(columns, size // halves, dtype=torch.uint8, device="meta"),
-            scales=torch.empty(columns, size // (group or size), device="meta"),
-            in_fragments=True,
-        )
+        weight = _unfilled(kind, group, columns, size)
         launch = choose_launch(weight, rows=rows, processors=132, **gpu)
         if launch is not None:
             ways = launch["SPLIT"] if launch["WIDE"] else launch["num_warps"]
@@ -141,3 +133,56 @@ def test_which_launch_a_product_has():
     assert chosen("int4", 128, 17, **no_wide) is None
     assert chosen("int4", 128, 1, size=640, **no_wide) is None
     assert chosen("int4", 128, 1, has_room=False, **no_wide)["num_stages"] == 3
+
+
+@pytest.mark.parametrize(("kind", "group"), sorted({(kind, group) for kind, group, _ in KINDS}, key=repr))
+@pytest.mark.parametrize("has_wide", [True, False])
+def test_invariant_launches_add_up_in_one_order_whatever_the_rows(kind: Kind, group: int | None, has_wide: bool):
+    """Which the other launches do not: chains, their parts, and sums of what a step has of a group."""
+
+    def order(launch: QuantizedLaunch) -> tuple[int, ...]:
+        return launch["CHAINS"], launch["SPLIT"] * (launch["CHAINS"] == 0), launch["BLOCK_K"]
+
+    for columns, size in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (320, 640), (704, 384)):
+        weight, found, others = _unfilled(kind, group, columns, size), set(), set()
+        settings = {"processors": 132, "has_wide": has_wide}
+        for rows in (1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1000, 9000):
+            launch = choose_invariant_launch(weight, rows=rows, **settings)
+            if launch is None:
+                found.add(None)
+            else:
+                ways = launch["CHAINS"]
+                assert weight.codes.shape[1] % (ways * launch["BLOCK_K"]) == 0
+                assert launch["SPLIT"] in {1, ways}
+                assert launch["WIDE"] or (ways <= launch["num_warps"] <= ways * launch["BLOCK_N"] // 16)
+                assert launch["WIDE"] <= has_wide
+                tiles = -(-rows // launch["BLOCK_M"]) * -(-columns // launch["BLOCK_N"])
+                assert launch["SPLIT"] == 1 or tiles <= 4096, "counters of tiles"
+                found.add(order(launch))
+            other = choose_launch(weight, rows=rows, **settings)
+            others.add(None if other is None else order(other))
+        assert len(found) == 1, (columns, size, found)
+        assert len(others) > 1 or found == {None}
+
+
+def test_programs_of_the_wide_kernel_have_the_steps_that_warps_of_the_narrow_one_have():
+    """One chain each, or all of them in turn; without chains each has a part."""
+    place = pytest.importorskip("fledge.kernels._fragment_wide")._place.fn
+    chains, steps = 4, 12
+    length = steps // chains
+    by_warps = [[step * chains + warp for step in range(length)] for warp in range(chains)]
+    assert [[place(step, part, length, chains) for step in range(length)] for part in range(chains)] == by_warps
+    assert [place(step, 0, length, chains) for step in range(steps)] == [step for warp in by_warps for step in warp]
+    assert [place(step, part, length, 0) for part in range(chains) for step in range(length)] == list(range(steps))
+
+
+def _unfilled(kind: Kind, group: int | None, columns: int, size: int) -> QuantizedWeight:
+    halves = 2 if kind in {"int4", "fp4"} else 1
+    return QuantizedWeight(
+        kind=kind,
+        columns=size,
+        group_size=group or size,
+        codes=torch.empty(columns, size // halves, dtype=torch.uint8, device="meta"),
+        scales=torch.empty(columns, size // (group or size), device="meta"),
+        in_fragments=True,
+    )

@@ -12,8 +12,12 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
 
 from fledge.engine import invariance
 from fledge.kernels import invariant_attention, invariant_linear
+from fledge.kernels import quantized_linear as multiplying
+from fledge.layers.quantized import QuantizedLinear
 from tests.tiny_models import TINY_TARGET, make_target
 from tests.unit.kernels import invariant_cases as cases
+from tests.unit.kernels import quantized_cases
+from tests.unit.kernels.interpreter import in_triton
 
 CPU, FP16 = "cpu", torch.float16
 
@@ -36,6 +40,35 @@ def test_a_row_of_a_linear_has_the_same_bits_among_any_number(columns, size):
     cases.linear(columns, size, FP16, CPU, (1, 17, 65))
 
 
+@pytest.mark.parametrize(("kind", "group", "with_zeros"), quantized_cases.KINDS)
+def test_a_row_of_a_quantised_linear_has_the_same_bits_among_any_number(kind, group, with_zeros):
+    """As stored, which is dequantised for it: kernels that read fragments do not run under the interpreter."""
+    with mock.patch.object(multiplying, "_PIECE_BYTES", 1):  # several pieces of W
+        weight = quantized_cases.quantized(kind, 270, 512, group, with_zeros=with_zeros, device="cpu")
+        assert not weight.in_fragments
+        cases.quantized_linear([weight, quantized_cases.shuffled(weight)], FP16, CPU, (1, 17, 65))
+
+
+def test_so_it_has_of_rows_in_eight_bits():
+    weights = [
+        quantized_cases.quantized("fp8", 36, 200, None, with_zeros=False, device="cpu", activations=activations)
+        for activations in ("token", "tensor")
+    ]
+    cases.quantized_linear(weights, FP16, CPU, (1, 17, 65))
+    with (
+        mock.patch.object(multiplying, "invariant_linear", _of_many_in_another_order),
+        pytest.raises(AssertionError, match="numbers differ"),
+    ):
+        cases.quantized_linear(weights, FP16, CPU, (1, 17, 65))
+
+
+def _of_many_in_another_order(x, weight, bias):
+    linear = invariant_linear.invariant_linear
+    if len(x) <= 16:
+        return linear(x, weight, bias)
+    return linear(x[:, :104], weight[:, :104].contiguous(), bias) + linear(x[:, 104:], weight[:, 104:].contiguous())
+
+
 @pytest.mark.parametrize(
     ("lengths", "counts", "settings"),
     [([70, 35], (1, 5), {}), ([50], (5,), {"sliding_window": 20})],
@@ -54,9 +87,16 @@ def test_a_path_of_a_tree_has_the_bits_of_a_chain():
 def test_an_engine_tries_a_row_alone_and_among_others_as_it_starts():
     target = make_target(TINY_TARGET).half()
     assert invariance.differing(target) is None
-    rounded = mock.Mock(side_effect=lambda x, weight: torch.nn.functional.linear(x, weight) + x.shape[0] * 1e-3)
+    rounded = mock.Mock(side_effect=lambda x, weight, _=None: torch.nn.functional.linear(x, weight) + x.shape[0] * 1e-3)
     with mock.patch.object(invariance, "invariant_linear", rounded):
         assert invariance.differing(target) == "a row of a product"
+    for activations in (None, "token"):
+        weight = quantized_cases.quantized("fp8", 40, 32, None, with_zeros=False, device=CPU, activations=activations)
+        target.own = QuantizedLinear(weight, None, FP16)
+        differing = in_triton(invariance.differing)
+        assert differing(target) is None
+        with mock.patch.object(multiplying, "invariant_linear", rounded):
+            assert differing(target) == "a row of a product"
     attended = mock.Mock(side_effect=lambda query, *_, **__: query + query.shape[0] * 1e-3)
     with mock.patch.object(invariant_attention, "invariant_attention", attended):
         assert invariance.differing(target) == "a query"

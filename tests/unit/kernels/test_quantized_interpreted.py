@@ -28,12 +28,14 @@ def test_dequantize(kind, group, with_zeros):
 def test_quantize_rows(dtype):
     cases.quantize_rows(5, 300, dtype, "cpu")
     cases.coded_results(5, 300, dtype, "cpu")
+    cases.decoded_rows(5, 1300, dtype, "cpu")
 
 
 def test_gpus_without_such_numbers_leave_rounding_to_torch(monkeypatch):
     monkeypatch.setattr(quantize_rows, "capability", lambda _device: (8, 0))
     for kernel, module in (
         ("_quantize_rows_kernel", quantize_rows),
+        ("_decode_rows_kernel", quantize_rows),
         ("_rms_norm_kernel", rms_norm),
         ("_coded_swiglu_kernel", swiglu),
     ):
@@ -46,6 +48,7 @@ def test_gpus_without_such_numbers_leave_rounding_to_torch(monkeypatch):
         in_triton(swiglu.coded_swiglu)(x),
     ):
         assert coded.codes.dtype == torch.float8_e4m3fn
+        assert in_triton(coded.decoded)().dtype == torch.float32
 
 
 @pytest.mark.parametrize(

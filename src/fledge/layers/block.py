@@ -272,10 +272,9 @@ def fuses(x: Tensor, attention: nn.Module, mlp: nn.Module, *norms: nn.Module | N
 
 
 def _takes_along(linear: nn.Module, *, normed: bool = False, gated: bool = False) -> bool:
-    if type(linear) is Linear:
-        if linear.batch_invariant or not runs_triton(linear.weight, linear.bias):
-            return False
-    elif type(linear) is not QuantizedLinear:
+    if not isinstance(linear, Linear | QuantizedLinear) or linear.batch_invariant:
+        return False
+    if isinstance(linear, Linear) and not (type(linear) is Linear and runs_triton(linear.weight, linear.bias)):
         return False
     return can_fuse(_matrix(linear), normed=normed, gated=gated)
 

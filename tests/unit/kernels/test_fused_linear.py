@@ -21,6 +21,7 @@ from fledge.kernels.quantized_linear import QuantizedWeight
 from fledge.layers import block
 from fledge.layers.config import LayerConfig
 from fledge.layers.dense_cache import DenseCache
+from fledge.layers.quantized import QuantizedLinear
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, Variant
 from fledge.models.target.decoder import TargetStates
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_drafter, make_target
@@ -108,16 +109,20 @@ def test_other_layers_stay_as_they_are(layer: LayerConfig, calls: list[str]) -> 
     assert not calls
 
 
+@pytest.mark.parametrize("width", [None, "int4"])
 @torch.inference_mode()
-def test_many_rows_and_batch_invariant_layers_stay_as_they_are(calls: list[str]) -> None:
+def test_many_rows_and_batch_invariant_layers_stay_as_they_are(calls: list[str], width: Width | None) -> None:
     _states(TINY_LAYER, rows=fused_linear.MOST_ROWS + 1)
     target = make_target(TINY_TARGET)
+    if width is not None:
+        quantize_linears(target, width)
+    layer = target.layers[0]
+    given = torch.zeros(1, 32), layer.self_attn, layer.mlp, layer.input_layernorm
+    assert block.fuses(*given)
     for module in target.modules():
-        if isinstance(module, block.Linear):
+        if isinstance(module, block.Linear | QuantizedLinear):
             module.batch_invariant = True
-    assert not block.fuses(
-        torch.zeros(1, 32), target.layers[0].self_attn, target.layers[0].mlp, target.layers[0].input_layernorm
-    )
+    assert not block.fuses(*given)
     assert not calls
 
 

@@ -7,7 +7,8 @@ the target was trained with none but such that begin: the first token is written
 Prompts, shuffled: conversations are asked without their answers, turn after turn (`regenerate.turns: all`), so that
 later turns follow on what the target itself said. Some single questions get a second one. Long documents come with a
 question or a task, for drafters must have met long prompts, and conversations have few; so do short parts, of which
-there are more kinds than of questions.
+there are more kinds than of questions. Others are made of both (`made_prompts`). What shares words with prompts of an
+evaluation is left out of those.
 """
 
 import json
@@ -15,7 +16,8 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from recipes.demo import jsonlines
+from recipes.demo import jsonlines, made_prompts
+from recipes.demo.code_prompts import code_prompts
 from recipes.demo.conversations import weight_of
 from recipes.demo.tokenizer import BEGIN, END, TURN_END, TURN_START
 
@@ -54,6 +56,7 @@ GOING_ON = (
 AS_ANSWER = 0.8  # of documents
 PART = 13_500  # characters of a document; some 3,700 tokens
 LONG, SHORT = (1_500, 11_500), (150, 1_500)  # characters of a document in a prompt; up to some 3,200 tokens
+MADE_COPIES = 2  # of a problem, with other numbers
 SYSTEM_DROPPED = 0.5  # of short system prompts: most requests come without any
 
 
@@ -123,17 +126,46 @@ def document_prompts(
 
 
 def write_prompts(
-    conversations: list[Path], documents: list[Path], out: Path, *, long_count: int, short_count: int, seed: int = 4
+    conversations: list[Path],
+    documents: list[Path],
+    out: Path,
+    *,
+    long_count: int,
+    short_count: int,
+    made_count: int = 0,
+    evaluation: Path | None = None,
+    seed: int = 4,
 ) -> int:
-    """Write the file; return how many prompts it has."""
+    """Write the file; return how many prompts it has. None is there twice.
+
+    With a `made_count` so many are made of topics and so many of code, half as many of pages, a fifth of crossed tasks,
+    and others as there are problems and conversations to make them of.
+    """
     rng, prompts = random.Random(seed), []
-    for path in conversations:
-        for record in jsonlines.read(path):
-            weight = 1.0 if "category" in record else min(1.0, weight_of(record["source"]))
-            if rng.random() < weight and (prompt := questions(record, rng)) is not None:
-                prompts.append(prompt)
+    talks = [record for path in conversations for record in jsonlines.read(path)]
+    for record in talks:
+        weight = 1.0 if "category" in record else min(1.0, weight_of(record["source"]))
+        if rng.random() < weight and (prompt := questions(record, rng)) is not None:
+            prompts.append(prompt)
     read = [record for path in documents for record in jsonlines.read(path)]
     for count, sizes in ((long_count, LONG), (short_count, SHORT)):
         prompts += document_prompts(read, count, sizes, rng)
+    if made_count:
+        files = sorted(evaluation.glob("*.jsonl")) if evaluation else []
+        shares = made_prompts.kept_out(record for path in files for record in jsonlines.read(path))
+        code = [record for record in read if record["source"].startswith("code")]
+        requests = code_prompts(code, made_count, rng)
+        new = made_prompts.made(
+            talks,
+            [record for record in read if not record["source"].startswith("code")],
+            topic_count=made_count,
+            page_count=made_count // 2,
+            crossed_count=made_count // 5,
+            problem_copies=MADE_COPIES,
+            most_turns=MOST_TURNS,
+            rng=rng,
+        )
+        prompts += (prompt for prompt in (*new, *requests) if not shares(prompt))
     rng.shuffle(prompts)
-    return jsonlines.write(out, prompts)
+    once = {json.dumps(prompt["messages"]): prompt for prompt in prompts}
+    return jsonlines.write(out, once.values())

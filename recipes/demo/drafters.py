@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -217,17 +217,17 @@ def text_settings(text: Path, seconds: float) -> list[str]:
     ]
 
 
-def write_data(job: Job, data: Path, text: Path, prompts: Path, long_count: int, short_count: int) -> None:
-    """Make both files of what the folder holds."""
+def write_data(job: Job, data: Path, prompts: Path, text: Path | None, **counts: Any) -> None:
+    """Make what is not there yet of what the folder holds: the prompts, and where there is to be one the text."""
     talks, documents = (sorted((data / name).glob("*.jsonl*")) for name in ("chat", "pretrain"))
-    if not talks and not documents:
+    missing = [path for path in (prompts, text) if path is not None and not path.is_file()]
+    if missing and not talks and not documents:
         jsonlines.fail(f"{data}: no chat/*.jsonl.xz and no pretrain/*.jsonl.xz are there")
-    if not text.is_file():
+    if text in missing and text is not None:
         job.say(f"text: {write_text(talks, documents, text):,} lines")
-    if not prompts.is_file():
+    if prompts in missing:
         asked = [*sorted((data / "prompts").glob("*.jsonl*")), *talks]
-        count = write_prompts(asked, documents, prompts, long_count=long_count, short_count=short_count)
-        job.say(f"prompts: {count:,}")
+        job.say(f"prompts: {write_prompts(asked, documents, prompts, **counts):,}")
 
 
 def main(
@@ -244,6 +244,10 @@ def main(
     fit_seconds: Annotated[float, typer.Option(help="Of steps on the answers.")] = 100.0,
     long_prompts: Annotated[int, typer.Option(help="Prompts with a long part of a document.")] = 6_000,
     short_prompts: Annotated[int, typer.Option(help="Prompts with a short part of a document.")] = 25_000,
+    made_prompts: Annotated[int, typer.Option(help="Prompts made of topics; others in proportion.")] = 60_000,
+    evaluation: Annotated[
+        Path | None, typer.Option(help="Evaluation prompts to keep out of those that are made.")
+    ] = None,
     sample: Annotated[int, typer.Option(help="Prompts of each set in evaluate.")] = 20,
     extra: Annotated[list[str] | None, typer.Option("--set", help="key=value for every recipe.")] = None,
 ) -> None:
@@ -262,7 +266,8 @@ def main(
         return {"bundled": f"fledgling-{variant}", "nothing": "null"}.get(start_from, f"{start_from}/{variant}")
 
     if "prepare" in chosen:
-        write_data(job, data, corpus, prompts, long_prompts, short_prompts)
+        counts = {"long_count": long_prompts, "short_count": short_prompts, "made_count": made_prompts}
+        write_data(job, data, prompts, corpus if text_seconds else None, evaluation=evaluation, **counts)
         commands = {"answers": job.train("answers", *asked, until="prepare")}
         if text_seconds:
             commands["text"] = job.train("text", *text, until="capture")

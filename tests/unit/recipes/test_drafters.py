@@ -100,7 +100,11 @@ def test_its_recipes_are_valid(tmp_path: Path) -> None:
     assert (text.fit.length, text.fit.rows) == (answers.fit.length, answers.fit.rows)  # the same compiled kernels
     job = drafters.Job(tmp_path / "work", tmp_path / "out", [])
     with pytest.raises(SystemExit, match=r"no chat/\*\.jsonl\.xz"):
-        drafters.write_data(job, tmp_path / "nothing", job.work / "a", job.work / "b", 3, 3)
+        drafters.write_data(job, tmp_path / "nothing", job.work / "a", None)
+    for name in "ab":
+        (job.work / name).touch()
+    drafters.write_data(job, tmp_path / "nothing", job.work / "a", job.work / "b")  # what is there is not made
+    assert not (job.work / "a").read_text()
 
 
 def test_the_newest_checkpoint_is_packed_and_the_published_one_after_it(tmp_path: Path) -> None:

@@ -148,19 +148,19 @@ __device__ __forceinline__ uint4 in_turns(uint4 v) {
     return lane & 2 ? make_uint4(a, b, v.z, v.w) : make_uint4(v.x, v.y, a, b);
 }
 
-// This block's tiles, two at a time, which share what is read of x: a gate and its up, else neighbours.
+// This block's tiles, two at a time, which share what is read of x: a gate and its up, else one and the next that it has.
+// What blocks read at the same time lies side by side: scales are in pieces too small to be read alone.
 struct Tiles {
     int first, last, step;
     long long second;  // rows from a tile to the other one
 
     __device__ Tiles(const Linear& linear) {
-        const int tiles = linear.outputs / TILE;
-        first = (int)((long long)tiles * blockIdx.x / gridDim.x);
-        last = (int)((long long)tiles * (blockIdx.x + 1) / gridDim.x);
-        step = linear.gated ? 1 : 2;
-        second = linear.gated ? linear.outputs : TILE;
+        first = blockIdx.x;
+        last = linear.outputs / TILE;
+        step = linear.gated ? gridDim.x : 2 * gridDim.x;
+        second = linear.gated ? linear.outputs : gridDim.x * TILE;
     }
-    __device__ int sides(const Linear& linear, int tile) const { return linear.gated || tile + 1 < last ? 2 : 1; }
+    __device__ int sides(const Linear& linear, int tile) const { return linear.gated || tile + gridDim.x < last ? 2 : 1; }
 };
 
 struct Ring {
@@ -303,10 +303,13 @@ __device__ __forceinline__ float load_float(u32 at) {
 __device__ __forceinline__ void multiply_codes(float (&sums)[2][4], u32 slot, const uint4 (&x)[STEPS]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 codes_at = slot + warp * SHARE * STRIP_BYTES + lane * 16;
-    auto of_group = [&](int step, int row, int kind) {  // the scale, or the zero point, of one of the two rows
-        const int group = (warp * SHARE + step * 32) / (GROUP ? GROUP : 1);
-        return load_float(slot + CODE_BYTES + 4 * ((kind * GROUPS + group) * TILE + lane / 4 + 8 * row));
+    constexpr int OWN_GROUPS = GROUP && GROUP < SHARE ? SHARE / GROUP : 1;  // of this warp's columns
+    constexpr int PARTS = OWN_GROUPS > 1 ? OWN_GROUPS : 2;
+    auto of_group = [&](int group, int row, int kind) {  // the scale, or the zero point, of one of the two rows
+        const int at = warp * SHARE / (GROUP ? GROUP : 1) + group;
+        return load_float(slot + CODE_BYTES + 4 * ((kind * GROUPS + at) * TILE + lane / 4 + 8 * row));
     };
+    float products[PARTS][4] = {};
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
         const uint4 codes = load_shared(codes_at + piece * 512);
@@ -315,7 +318,7 @@ __device__ __forceinline__ void multiply_codes(float (&sums)[2][4], u32 slot, co
 #if ZEROS
 #pragma unroll
         for (int i = 0; i < 2 * HALVES; i++) {
-            const float zero = of_group(piece + i / 2 * 2, i % 2, 1);
+            const float zero = of_group((piece + i / 2 * 2) * OWN_GROUPS / STEPS, i % 2, 1);
             zeros[i] = pack(zero, zero);
         }
 #endif
@@ -324,21 +327,22 @@ __device__ __forceinline__ void multiply_codes(float (&sums)[2][4], u32 slot, co
         for (int word = 0; word < 4; word++) decode(numbers[word], words[word], zeros);
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
-            const int step = piece + 2 * half;
+            const int step = piece + 2 * half, part = OWN_GROUPS > 1 ? step * OWN_GROUPS / STEPS : step % 2;
             const uint4 above = make_uint4(numbers[0][2 * half], numbers[1][2 * half], numbers[2][2 * half], numbers[3][2 * half]);
             const uint4 below =
                 make_uint4(numbers[0][2 * half + 1], numbers[1][2 * half + 1], numbers[2][2 * half + 1], numbers[3][2 * half + 1]);
-#if GROUP
-            float products[4] = {};
-            multiply(products, above, below, x[step]);
-            const float scales[2] = {of_group(step, 0, 0), of_group(step, 1, 0)};
-#pragma unroll
-            for (int i = 0; i < 4; i++) sums[piece][i] += products[i] * scales[i / 2];
-#else
-            multiply(sums[piece], above, below, x[step]);
-#endif
+            multiply(GROUP ? products[part] : sums[part % 2], above, below, x[step]);
         }
     }
+#if GROUP
+    float scales[OWN_GROUPS][2];
+#pragma unroll
+    for (int i = 0; i < 2 * OWN_GROUPS; i++) scales[i / 2][i % 2] = of_group(i / 2, i % 2, 0);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[part % 2][i] += products[part][i] * scales[OWN_GROUPS > 1 ? part : 0][i / 2];
+#endif
 }
 #endif
 
@@ -457,7 +461,7 @@ __device__ void consume(const Linear& linear, Ring ring, u32 x_shared, float* ro
         for (int side = 0; side < 2; side++) {
             if (side >= sides) break;
             const float sum = rounded(gather(sums[side], room) * scale[side] + bias[side]);
-            if (is_inside) out[side * TILE] = (bf16)pack(sum + residual[side], 0.f);
+            if (is_inside) out[side * tiles.second] = (bf16)pack(sum + residual[side], 0.f);
         }
     }
 }

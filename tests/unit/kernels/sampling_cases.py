@@ -84,18 +84,21 @@ def sample(rows: int, vocab: int, dtype: torch.dtype, device: str, *, filtering:
     assert ((drawn == reference) | near_edge).all()
 
 
-def bounds(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+def bounds(rows: int, vocab: int, dtype: torch.dtype, device: str, *, temperature: float | None = None) -> None:
     """What the bounds keep is what the definition keeps, but for tokens whose probability lies at the edge of top-p."""
     request, settings = rows_of_requests(rows, device, filtering=True)
+    if temperature is not None:
+        settings.temperature.fill_(temperature)
     logits = random_logits(rows, vocab, dtype, device)
     found: Bounds = find_bounds(logits, request, settings)
     assert settings.filters is not None
     scaled = logits.float() / settings.temperature[request, None]
     ids = torch.arange(vocab, device=device)
     floor, last = found.floor[:, None], found.last[:, None]
-    kept = ((scaled > floor) | ((scaled == floor) & (ids <= last))) & (scaled > -torch.inf)
+    possible = scaled.double().softmax(-1) > 0  # of others it does not matter whether they are kept
+    kept = ((scaled > floor) | ((scaled == floor) & (ids <= last))) & possible
     expected = defined_probabilities(logits, request, settings) > 0
-    expected[~settings.sampled[request]] = (scaled > -torch.inf)[~settings.sampled[request]]
+    expected[~settings.sampled[request]] = possible[~settings.sampled[request]]
     by_top_p = settings.filters.top_p[request] < 1.0
     assert torch.equal(kept[~by_top_p], expected[~by_top_p])
     differ = (kept != expected).sum(-1)

@@ -31,6 +31,10 @@ def test_bounds(rows, vocab, dtype):
     cases.bounds(rows, vocab, dtype, CPU)
 
 
+def test_bounds_where_the_smallest_number_stays_one():
+    cases.bounds(24, 64, torch.float32, CPU, temperature=1.2)
+
+
 def test_probabilities():
     cases.probabilities(7, 2500, CPU)
 

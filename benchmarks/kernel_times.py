@@ -215,8 +215,8 @@ def bench_rope(bench: Bench, tokens: int, *, norm: bool) -> None:
     positions = torch.randint(0, 131072, (tokens,), device="cuda")
     slots = torch.randperm(2048 * 16, device="cuda")[:tokens]
     frequencies = 500000.0 ** -(torch.arange(0, head_dim, 2, device="cuda").float() / head_dim)
-    weights = (randn(head_dim), randn(head_dim)) if norm else None
-    inputs = (qkv, positions, frequencies, 1.0, slots, cache[0], cache[1], weights)
+    weights = (randn(head_dim), randn(head_dim)) if norm else (None, None)
+    inputs = (qkv, positions, frequencies, 1.0, slots, cache[0], cache[1], heads, kv_heads, head_dim, *weights)
     bench.add(
         "rope_store",
         f"{tokens} tokens, 32/8 x 128{', norm' if norm else ''}",

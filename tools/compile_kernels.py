@@ -44,7 +44,6 @@ from tests.unit.kernels import (
     invariant_cases,
     latent_cases,
     quantized_cases,
-    round_cases,
     sampling_cases,
     tree_cases,
 )
@@ -155,9 +154,6 @@ for head_dim in (64, 128):
     }.items():
         CASES[f"paged_attention {head_dim}{name}"] = partial(paged, **options)
         CASES[f"prefill_attention {head_dim}{name}"] = partial(prefill, **options)
-        for queries in (1, 4):
-            alone = partial(round_cases.round_attention, [300], queries, 32, 8, head_dim, BF16, CPU, block_size=64)
-            CASES[f"round_attention {head_dim} of {queries}{name}"] = partial(alone, norm=True, **options)
     CASES[f"paged_attention {head_dim} fp8"] = partial(paged, codes=(0.5, 0.25))
     wide = partial(cases.paged_attention, [300, 5, 70], 16, 32, 8, head_dim, BF16, CPU, block_size=64, tree="each")
     CASES[f"paged_attention {head_dim} fp8 tree of 16"] = partial(wide, codes=(1.0, 1.0))

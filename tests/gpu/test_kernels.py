@@ -14,12 +14,9 @@ import torch
 if torch.cuda.is_available():
     os.environ.pop("TRITON_INTERPRET", None)
 
-from fledge.kernels.linear import linear
 from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.quantized_linear import for_gpu
-from fledge.kernels.rope_store import rope_and_store
-from fledge.kernels.round_attention import attend_round, turns_of
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.layers.block import SparseMLP
 from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeConfig
@@ -35,7 +32,6 @@ from tests.unit.kernels import (
     invariant_cases,
     latent_cases,
     quantized_cases,
-    round_cases,
     sampling_cases,
 )
 
@@ -212,69 +208,6 @@ def paged_attention_shapes() -> None:
     cases.paged_attention(contexts, 4, 64, 8, 64, BF16, GPU, window=128, with_sinks=True)
     cases.paged_attention(contexts, 4, 40, 8, 128, BF16, GPU, window=500, chunked=True)
     cases.paged_attention(contexts, 4, 64, 8, 64, BF16, GPU, max_context=131072, with_sinks=True)
-
-
-@check
-def round_attention() -> None:
-    """Keys and values in the caches to the bit as `rope_and_store` has them, whatever the shape of a tile."""
-    for dtype in cases.DTYPES:
-        for queries, contexts in ((1, [1023]), (1, [3000, 0, 17, 512, 64, 63, 65, -1]), (4, [3000, 0, 62]), (4, [150])):
-            for heads, kv_heads, head_dim in ((32, 8, 128), (32, 4, 128), (12, 12, 80), (9, 3, 64), (16, 8, 256)):
-                for norm in (False, True):
-                    shape = contexts, queries, heads, kv_heads, head_dim
-                    round_cases.round_attention(*shape, dtype, GPU, norm=norm, block_size=64)
-    for queries in (1, 2, 7):
-        kinds = {"norm": True, "unstored": (1,)}
-        for bound in (9000, 131072):
-            round_cases.round_attention([3000, 100], queries, 32, 8, 128, BF16, GPU, max_context=bound, **kinds)
-        for kind in ({"window": 128}, {"window": 128, "with_sinks": True}, {"window": 500, "chunked": True}):
-            for block_size in (16, 64):
-                contexts = [3000, 17, -queries]
-                shape = contexts[: 16 // queries], queries, 32, 8, 64
-                round_cases.round_attention(*shape, BF16, GPU, block_size=block_size, **kind)
-    round_cases.round_attention([131000], 4, 32, 8, 128, BF16, GPU, norm=True, block_size=64)
-
-
-@check
-def captured_rounds_follow_the_lengths() -> None:
-    """A chain of passes in a graph, each of which reads early what those before it have stored."""
-    kv_heads, head_dim, width, steps = 4, 128, (32 + 8) * 128, 70
-    caches = torch.zeros(2, 6, 64, kv_heads, head_dim, device=GPU, dtype=BF16)
-    tables = torch.tensor([[3, 1, 4, 2]], dtype=torch.int32, device=GPU)
-    weight = torch.randn(width, width, device=GPU, dtype=BF16) * width**-0.5
-    first, start = torch.randn(1, width, device=GPU, dtype=BF16), torch.zeros(1, dtype=torch.int64, device=GPU)
-    frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2, device=GPU).float() / head_dim)
-
-    def run(fused: bool) -> torch.Tensor:
-        rows, mixed = first, []
-        for step in range(steps):
-            position = start + step
-            turns = turns_of(position, frequencies, 1.0, BF16)
-            slots = tables[0, position // 64].long() * 64 + position % 64
-            rows = linear(rows, weight)
-            settings = {"scale": 0.1, "max_context": 255}
-            if fused:
-                mixed.append(attend_round(rows, turns, slots, *caches, tables, position, **settings))
-            else:
-                query = rope_and_store(rows, position, frequencies, 1.0, slots, *caches)
-                mixed.append(paged_attention(query[None], *caches, tables, position, **settings).flatten(0, 1))
-        return torch.cat(mixed)
-
-    run(fused=True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(fused=True)
-    for length in (0, 100, 60):
-        start.fill_(length)
-        caches.normal_()
-        before = caches.clone()
-        graph.replay()
-        stored = caches.clone()
-        caches.copy_(before)
-        expected = run(fused=False)
-        assert torch.equal(stored, caches)
-        cases.close(out, expected, 2, size=float(expected.abs().max()))
 
 
 @check

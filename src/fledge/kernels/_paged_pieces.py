@@ -67,6 +67,7 @@ def piece_kernel(
     """
     per_element: tl.constexpr = 2 if CODED else 1  # dimensions in an element of the caches
     query_ptr, key_ptr, value_ptr = attended
+    out_ptr, partial_ptr, lse_ptr = results
     starts_ptr = sequences[1]
     query_batch_stride, query_stride, query_head_stride = query_strides
     key_block_stride, key_token_stride, key_head_stride = key_strides
@@ -76,15 +77,15 @@ def piece_kernel(
     unit = tl.program_id(1)
 
     limits = (batch, num_keys, window, slots, min_split)
-    numbers, contexts, cut = cut_keys(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED, False)
+    numbers, contexts, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
     ends = cut if BLOCK_B == 1 else tl.cumsum(cut, axis=0)
     sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)  # the one this unit belongs to
     if sequence >= batch:
         return  # without waiting, as the first unit always has a sequence and waits
-    first_unit, pieces = units_of(sequence, numbers, cut)
+    first_unit, pieces = _units_of(sequence, numbers, cut)
     context = tl.sum(tl.where(numbers == sequence, contexts, 0), axis=0)
     first_query, own_queries = _queries_of(sequence, starts_ptr, num_queries, RAGGED)
-    begin, span = key_span(context, own_queries if RAGGED else num_keys, window, BLOCK_N, WINDOW, CHUNKED)
+    begin, span = _key_span(context, own_queries if RAGGED else num_keys, window, BLOCK_N, WINDOW, CHUNKED)
     length = tl.cdiv(tl.cdiv(span, pieces), BLOCK_N) * BLOCK_N
     first = begin + (unit - first_unit) * length
     last = tl.minimum(first + length, begin + span)
@@ -180,40 +181,20 @@ def piece_kernel(
 
     if DIRECT:
         let_successor_in(OVERLAP)
-    if CODED:
-        acc = tl.join(acc, odd_acc).reshape(BLOCK_M, BLOCK_D)
-    out_row = (first_query + number) * (KV_HEADS * GROUP) + head
-    partial_row = (unit.to(tl.int64) * KV_HEADS + kv_head) * (num_queries * GROUP) + row
-    rows = head, out_row, partial_row, row_inside
-    leave_piece(results, sinks_ptr, (peak, total, acc), value_scale, pieces, rows, HEAD_DIM, SINKS, DIRECT)
-
-
-@triton.jit
-def leave_piece(
-    results,
-    sinks_ptr,
-    running,
-    value_scale,
-    pieces,
-    rows,
-    HEAD_DIM: tl.constexpr,
-    SINKS: tl.constexpr,
-    DIRECT: tl.constexpr,
-):
-    """Write what a piece came to: the result, if there are no others, else what `combine_kernel` reads."""
-    out_ptr, partial_ptr, lse_ptr = results
-    peak, total, acc = running
-    head, out_row, partial_row, row_inside = rows
     if SINKS and (DIRECT or pieces == 1):  # else it is for the combination to add, once
         total += sink_weight(sinks_ptr, head, row_inside, peak)
-    dim = tl.arange(0, acc.shape[1])
-    inside = row_inside[:, None] & (dim < HEAD_DIM)[None, :]
+    if CODED:
+        acc = tl.join(acc, odd_acc).reshape(BLOCK_M, BLOCK_D)
+    dim = tl.arange(0, BLOCK_D)
+    tile_inside = row_inside[:, None] & (dim < HEAD_DIM)[None, :]
     mixed = acc / tl.where(total == 0.0, 1.0, total / value_scale)[:, None]
     if DIRECT or pieces == 1:
-        tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=inside)
+        out_at = ((first_query + number) * (KV_HEADS * GROUP) + head) * HEAD_DIM
+        tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=tile_inside)
     else:
-        tl.store(partial_ptr + partial_row[:, None] * HEAD_DIM + dim[None, :], mixed, mask=inside)
-        tl.store(lse_ptr + partial_row, peak + tl.log2(total), mask=row_inside)
+        partial_at = (unit.to(tl.int64) * KV_HEADS + kv_head) * (num_queries * GROUP) + row
+        tl.store(partial_ptr + partial_at[:, None] * HEAD_DIM + dim[None, :], mixed, mask=tile_inside)
+        tl.store(lse_ptr + partial_at, peak + tl.log2(total), mask=row_inside)
 
 
 @triton.jit(do_not_specialize=["window", "batch", "num_queries", "num_keys", "slots", "min_split", "num_rows"])
@@ -240,7 +221,6 @@ def combine_kernel(
     CHUNKED: tl.constexpr,
     SINKS: tl.constexpr,
     RAGGED: tl.constexpr,
-    APART: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Program (rows and dimensions, KV head, sequence): pieces, weighted by their share of the softmax.
@@ -251,8 +231,8 @@ def combine_kernel(
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     limits = (batch, num_keys, window, slots, min_split)
-    numbers, _, cut = cut_keys(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED, APART)
-    first_unit, pieces = units_of(sequence, numbers, cut)
+    numbers, _, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
+    first_unit, pieces = _units_of(sequence, numbers, cut)
     first_query, own_queries = _queries_of(sequence, sequences[1], num_queries, RAGGED)
     begin_overlapped(OVERLAP)
     if pieces == 1:
@@ -302,14 +282,14 @@ def _queries_of(sequence, starts_ptr, num_queries, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def units_of(owner, sequence, pieces):
+def _units_of(owner, sequence, pieces):
     """Return the first unit of a sequence and the number of its pieces."""
     first_unit = tl.sum(tl.where(sequence < owner, pieces, 0), axis=0)
     return first_unit, tl.sum(tl.where(sequence == owner, pieces, 0), axis=0)
 
 
 @triton.jit
-def cut_keys(
+def _cut(
     sequences,
     limits,
     BLOCK_B: tl.constexpr,
@@ -317,12 +297,11 @@ def cut_keys(
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     RAGGED: tl.constexpr,
-    APART: tl.constexpr,
 ):
     """Return the numbers of the sequences, their contexts and how many pieces each has, [BLOCK_B], 0 beyond the batch.
 
     What is cut are whole steps of BLOCK_N keys. All together they are at most slots + batch: rounding to at least one
-    piece adds less than one for each sequence. APART: one more is for other keys than these, which may be none.
+    piece adds less than one for each sequence.
     """
     batch, num_keys, window, slots, min_split = limits
     lengths_ptr, starts_ptr = sequences
@@ -332,17 +311,15 @@ def cut_keys(
         end = tl.load(starts_ptr + sequence + 1, mask=sequence < batch, other=0, cache_modifier=".cg")
         num_keys = (end - first).to(tl.int32)
     context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0, cache_modifier=".cg").to(tl.int32)
-    _, span = key_span(context, num_keys, window, BLOCK_N, WINDOW, CHUNKED)
+    _, span = _key_span(context, num_keys, window, BLOCK_N, WINDOW, CHUNKED)
     span = tl.where(sequence < batch, tl.cdiv(span, BLOCK_N) * BLOCK_N, 0)
     length = tl.maximum(tl.cdiv(tl.sum(span, axis=0), slots), min_split)
     pieces = tl.maximum((2 * span + length) // (2 * length), 1)  # to the nearest
-    if APART:
-        pieces = tl.where(span > 0, pieces, 0) + 1
     return sequence, context, tl.where(sequence < batch, pieces, 0)
 
 
 @triton.jit
-def key_span(context, num_keys, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+def _key_span(context, num_keys, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     """Return the first key any query of a sequence sees, rounded down to a step, and the number of keys from it on."""
     begin = context * 0
     if WINDOW:

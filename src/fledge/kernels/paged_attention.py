@@ -22,7 +22,6 @@ from fledge.kernels._triton import next_power_of_two, processors
 from fledge.kernels.cache_codes import FP8, Scales, decode
 
 ReadRows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Cut = tuple[int, int, int, int, int, int]  # window, sequences, queries and more keys of each, slots, least split
 WIDE_HEAD = 256  # a tile of wider rows has 16 of them, whatever else is asked for: no more fit a multiprocessor
 
 
@@ -103,7 +102,7 @@ def paged_attention(
     assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
     # The block in which a window begins is taken whole.
     longest = max_context if sliding_window is None else min(max_context, sliding_window + launch.block_n)
-    # Of one sequence, as `cut_keys` of the kernel has it.
+    # Of one sequence, as `_cut` of the kernel has it.
     longest = -(-(longest + num_keys) // launch.block_n) * launch.block_n
     most_pieces = max(1, (2 * longest + launch.min_split) // (2 * launch.min_split))
     units = min(launch.slots + batch, batch * most_pieces)
@@ -165,48 +164,26 @@ def paged_attention(
         **shared,
     )
     if not direct:
-        few = query.numel() <= FEW_ROWS * heads * head_dim
-        combine((out, partial, partial_lse), sinks, sequences, cut, most_pieces, shared, few=few)
+        # As many rows to a program as leave enough programs: most sequences of a large batch have one piece and nothing
+        # to do here. Alone, a sequence has many pieces, which are taken at once, wide rows by several programs.
+        dims = min(128, next_power_of_two(out_dim))
+        parts = -(-out_dim // dims)
+        per_program = rows * parts * kv_heads * batch // (4 * processors(query.device))
+        combined = min(8, next_power_of_two(rows), next_power_of_two(per_program))
+        at_once = 64 if combined == 1 else 32 // combined
+        combine_kernel[(-(-rows // combined) * parts, kv_heads, batch)](
+            (out, partial, partial_lse),
+            query if sinks is None else sinks,
+            sequences,
+            *cut,
+            rows,
+            BLOCK_D=dims,
+            PIECES=min(at_once, next_power_of_two(min(launch.slots, most_pieces))),
+            ROWS=combined,
+            num_warps=4,
+            **{**shared, **overlapping(query.device, early=query.numel() <= FEW_ROWS * heads * head_dim)},
+        )
     return out
-
-
-def combine(
-    results: tuple[Tensor, Tensor, Tensor],
-    sinks: Tensor | None,
-    sequences: tuple[Tensor, Tensor],
-    cut: Cut,
-    most_pieces: int,
-    shared: dict[str, Any],
-    *,
-    few: bool,
-    apart: bool = False,
-) -> None:
-    """Launch `combine_kernel`, with as many rows to a program as leave enough programs.
-
-    Most sequences of a large batch have one piece and nothing to do here. Alone, a sequence has many pieces, which are
-    taken at once, wide rows by several programs.
-    """
-    out, partial, _ = results
-    _, kv_heads, rows, out_dim = partial.shape
-    batch, slots = cut[1], cut[4]
-    dims = min(128, next_power_of_two(out_dim))
-    parts = -(-out_dim // dims)
-    per_program = rows * parts * kv_heads * batch // (4 * processors(out.device))
-    combined = min(8, next_power_of_two(rows), next_power_of_two(per_program))
-    at_once = 64 if combined == 1 else 32 // combined
-    combine_kernel[(-(-rows // combined) * parts, kv_heads, batch)](
-        results,
-        out if sinks is None else sinks,
-        sequences,
-        *cut,
-        rows,
-        BLOCK_D=dims,
-        PIECES=min(at_once, next_power_of_two(min(slots, most_pieces) + apart)),
-        ROWS=combined,
-        APART=apart,
-        num_warps=4,
-        **{**shared, **overlapping(out.device, early=few)},
-    )
 
 
 def attend_blocks(

@@ -21,7 +21,8 @@ def rope_and_store(
     slots: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    norm_weights: tuple[Tensor, Tensor] | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     kv_scales: Scales = (1.0, 1.0),
 ) -> Tensor:
@@ -33,7 +34,8 @@ def rope_and_store(
     caches hold what `encode` of `cache_codes` makes of rows with these `kv_scales`. Positions are there before the
     kernel that makes `qkv` begins.
 
-    A program has some heads of one token: few of them while tokens are few, for latency, then up to 16.
+    A program has some heads of one token: few of them while tokens are few, for latency, then up to 16. A thread has
+    four numbers of each half, however many: the sums of the head norms have one order.
     """
     tokens, (_, block_size, num_kv_heads, head_dim) = qkv.shape[0], key_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -50,7 +52,7 @@ def rope_and_store(
         qkv,
         (positions, inverse_frequencies, slots),
         (query, key_cache, value_cache),
-        norm_weights or (qkv, qkv),
+        (qkv, qkv) if q_norm_weight is None or k_norm_weight is None else (q_norm_weight, k_norm_weight),
         magnitude,
         eps,
         (1 / kv_scales[0], 1 / kv_scales[1]),
@@ -63,7 +65,7 @@ def rope_and_store(
         HALF=head_dim // 2,
         HALF_BLOCK=half_block,
         HEADS=heads,
-        NORM=norm_weights is not None,
+        NORM=q_norm_weight is not None and k_norm_weight is not None,
         num_warps=max(1, heads * half_block // 128),
         **overlapping(qkv.device),
     )
@@ -111,9 +113,6 @@ def _rope_store_kernel(
     row = qkv_ptr + token * qkv_stride
     position = tl.load(positions_ptr + token, cache_modifier=".cg").to(tl.float32)
     cos, sin = angles(position, frequencies_ptr, magnitude, dim, HALF, qkv_ptr.dtype.element_ty)
-    if NORM:
-        norm_ptr = tl.where(part < query_parts, q_norm_ptr, k_norm_ptr)
-        weight = load_norm(norm_ptr, dim, HALF)
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
 
@@ -121,11 +120,11 @@ def _rope_store_kernel(
         head = part * HEADS + tl.arange(0, HEADS)
         inside = (head < QUERY_HEADS)[:, None] & (dim < HALF)[None, :]
         at = head[:, None] * (2 * HALF) + dim[None, :]
-        low, high = load_heads(row + at, inside, HALF)
+        low, high = _load_heads(row + at, inside, HALF)
         if NORM:
-            low, high = norm_heads(low, high, weight, eps, HALF)
+            low, high = _norm_heads(low, high, q_norm_ptr, eps, dim, HALF)
         low, high = rotate_heads(low, high, cos, sin)
-        store_heads(query_ptr + token * (QUERY_HEADS * 2 * HALF) + at, low, high, inside, HALF, 1.0)
+        _store_heads(query_ptr + token * (QUERY_HEADS * 2 * HALF) + at, low, high, inside, HALF, 1.0)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
@@ -135,64 +134,45 @@ def _rope_store_kernel(
         inside = (head < KV_HEADS)[:, None] & (dim < HALF)[None, :] & (slot >= 0)
         if is_key:
             at = (QUERY_HEADS + head)[:, None] * (2 * HALF) + dim[None, :]
-            low, high = load_heads(row + at, inside, HALF)
+            low, high = _load_heads(row + at, inside, HALF)
             if NORM:
-                low, high = norm_heads(low, high, weight, eps, HALF)
+                low, high = _norm_heads(low, high, k_norm_ptr, eps, dim, HALF)
             low, high = rotate_heads(low, high, cos, sin)
             out = key_ptr + block * key_block_stride + offset * key_token_stride
-            store_heads(
+            _store_heads(
                 out + head[:, None] * key_head_stride + dim[None, :], low, high, inside, HALF, inverse_scales[0]
             )
         else:
             at = (QUERY_HEADS + KV_HEADS + head)[:, None] * (2 * HALF) + dim[None, :]
-            low, high = load_heads(row + at, inside, HALF)
+            low, high = _load_heads(row + at, inside, HALF)
             out = value_ptr + block * value_block_stride + offset * value_token_stride
-            store_heads(
+            _store_heads(
                 out + head[:, None] * value_head_stride + dim[None, :], low, high, inside, HALF, inverse_scales[1]
             )
 
 
 @triton.jit
-def load_heads(at, inside, HALF: tl.constexpr):
+def _load_heads(at, inside, HALF: tl.constexpr):
     return tl.load(at, mask=inside, other=0.0), tl.load(at + HALF, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_heads(at, low, high, inside, HALF: tl.constexpr, inverse_scale):
+def _store_heads(at, low, high, inside, HALF: tl.constexpr, inverse_scale):
     tl.store(at, encode_heads(low, inverse_scale, at.dtype.element_ty), mask=inside)
     tl.store(at + HALF, encode_heads(high, inverse_scale, at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def load_norm(weight_ptr, dim, HALF: tl.constexpr):
-    """The weight of a norm of heads, as halves [1, half] in float32."""
-    low = tl.load(weight_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-    high = tl.load(weight_ptr + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-    return low[None, :], high[None, :]
-
-
-@triton.jit
-def norm_heads(low, high, weight, eps, HALF: tl.constexpr):
+def _norm_heads(low, high, weight_ptr, eps, dim, HALF: tl.constexpr):
     """RMSNorm of heads given as halves [heads, half]; the rounding is rms_norm's."""
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-    squares = _sum_of_squares(wide_low) + _sum_of_squares(wide_high)
+    squares = tl.sum(wide_low * wide_low, axis=1) + tl.sum(wide_high * wide_high, axis=1)
     scale = (1.0 / tl.sqrt_rn(squares / (2 * HALF) + eps))[:, None]
-    normed_low = (wide_low * scale).to(low.dtype).to(tl.float32) * weight[0]
-    normed_high = (wide_high * scale).to(low.dtype).to(tl.float32) * weight[1]
+    weight_low = tl.load(weight_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    weight_high = tl.load(weight_ptr + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    normed_low = (wide_low * scale).to(low.dtype).to(tl.float32) * weight_low
+    normed_high = (wide_high * scale).to(low.dtype).to(tl.float32) * weight_high
     return normed_low.to(low.dtype), normed_high.to(low.dtype)
-
-
-@triton.jit
-def _sum_of_squares(half):
-    """half [heads, half] float32, in one order whether a thread has four or eight neighbours of it.
-
-    That is: fours; then the first of every two fours, and the second, farthest first, as threads of a warp do it; both.
-    """
-    squares = half * half
-    if half.shape[1] >= 8:
-        fours = tl.sum(squares.reshape(half.shape[0], half.shape[1] // 8, 2, 4), axis=3)
-        squares = tl.sum(fours, axis=1)
-    return tl.sum(squares, axis=1)
 
 
 @triton.jit

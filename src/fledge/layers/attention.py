@@ -88,13 +88,6 @@ class ProjectedHeads:
         is_left_as_rotated = not config.rotated_norm and config.temperature is None
         return is_plain_norm and is_left_as_rotated and rope.partial_factor == 1 and not rope.interleaved
 
-    @property
-    def norm_weights(self) -> tuple[Tensor, Tensor] | None:
-        """Of the norms of queries and keys, if there are."""
-        if self.q_norm is None or self.k_norm is None:
-            return None
-        return self.q_norm.weight, self.k_norm.weight
-
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [*lead, heads, head_dim], key and value [*lead, kv_heads, head_dim], normed and rotated."""
         config = self.config

@@ -2,16 +2,14 @@
 
 `RoundPass` has the same number of new tokens in every sequence (a decoding or verification round, a draft step);
 `ChunkPass` has runs of any length (prompts and parts of prompts). Both finish the heads, store keys and values and
-attend, in two kernels a layer, or rounds of few tokens in one; where sequences are attended to in pieces, one more
-combines them. `MixedPass` is one of each behind one another. In a batch-invariant cache all attend in the same order of
-sums.
+attend, in two kernels a layer. `MixedPass` is one of each behind one another, in three. In a batch-invariant cache all
+attend in the same order of sums.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -24,7 +22,6 @@ from fledge.kernels.latent_heads import MOST_TOKENS
 from fledge.kernels.paged_attention import attend_blocks, paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
-from fledge.kernels.round_attention import attend_round, takes
 from fledge.kernels.tree_ends import move_rows
 from fledge.layers.attention import AttentionSpec, CachedHeads, Heads, ProjectedHeads
 from fledge.layers.config import KVCacheSpec
@@ -78,23 +75,28 @@ class PagedCache:
         few_in_full = len(slots) <= MOST_TOKENS and self.keys.dtype != FP8
         if runs_triton(self.keys) and isinstance(heads, LatentHeads) and few_in_full:
             return heads.stored(slots, self.keys[spec.layer])
-        if not self.finishes(heads):
+        if not runs_triton(self.keys) or not isinstance(heads, ProjectedHeads) or not heads.is_ordinary:
             # Rotations are worked out once for all layers, and rows are copied without a detour over masks.
             cached = heads.for_cache(rows)
             for side, new, scale in zip((self.keys, self.values), cached.rows, spec.kv_scales, strict=True):
                 codes = as_bytes(encode(new, side.dtype, scale))
                 as_bytes(side)[spec.layer].flatten(0, 1).index_copy_(0, slots, codes)
             return cached
-        caches = self.keys[spec.layer], self.values[spec.layer]
         rotation = heads.rotation
-        angles = rotation.positions, rotation.inverse_frequencies, rotation.magnitude
-        norms = heads.norm_weights, heads.config.norm_eps
-        query = rope_and_store(heads.qkv, *angles, slots, *caches, *norms, spec.kv_scales)
+        query = rope_and_store(
+            heads.qkv,
+            rotation.positions,
+            rotation.inverse_frequencies,
+            rotation.magnitude,
+            slots,
+            self.keys[spec.layer],
+            self.values[spec.layer],
+            None if heads.q_norm is None else heads.q_norm.weight,
+            None if heads.k_norm is None else heads.k_norm.weight,
+            heads.config.norm_eps,
+            spec.kv_scales,
+        )
         return CachedHeads(query=query, rows=())
-
-    def finishes(self, heads: Heads) -> TypeGuard[ProjectedHeads]:
-        """Whether a kernel norms and rotates `heads` and stores their keys and values."""
-        return runs_triton(self.keys) and isinstance(heads, ProjectedHeads) and heads.is_ordinary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,30 +169,6 @@ class RoundPass(PagedPass):
     tree_mask: Tensor | None = None  # [batch, rows] int64: bit n is set if the row sees the n-th of them
     depths: Tensor | None = None  # [batch or 1, keys]: their positions less the context; the rows are the last
     _masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)  # by window and its kind
-
-    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
-        cache, keys, values = self.cache, self.cache.keys[spec.layer], self.cache.values[spec.layer]
-        if self.tree_mask is not None or cache.batch_invariant or not cache.finishes(heads):
-            return super().attend(heads, spec)
-        turns = heads.rotation.turns
-        if turns is None or not takes(heads.qkv, keys, rows=self.rows):
-            return super().attend(heads, spec)
-        return attend_round(
-            heads.qkv,
-            turns,
-            self.slots,
-            keys,
-            values,
-            self.block_tables,
-            self.context_lens,
-            heads.norm_weights,
-            heads.config.norm_eps,
-            scale=spec.scale,
-            max_context=self.max_context,
-            sliding_window=spec.sliding_window,
-            chunked=spec.chunked,
-            sinks=heads.sinks,
-        )
 
     def attend_stored(self, cached: CachedHeads, heads: Heads, spec: AttentionSpec) -> Tensor:
         if self.cache.batch_invariant:

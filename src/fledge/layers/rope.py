@@ -5,17 +5,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels._triton import runs_triton
 from fledge.kernels.rope_store import rotate
-from fledge.kernels.round_attention import MOST_TOKENS, turns_of
 from fledge.layers.config import RopeConfig
 
 
 class Rotation:
     """The rotations of the tokens of one forward pass, for all its layers.
 
-    A kernel can work from `positions` and `inverse_frequencies`, or, of few tokens on a GPU, from `turns`; everything
-    else uses `apply`, which computes cos and sin once and keeps them.
+    A kernel can work from `positions` and `inverse_frequencies`; everything else uses `apply`, which computes cos and
+    sin once and keeps them.
     """
 
     def __init__(
@@ -26,14 +24,12 @@ class Rotation:
         dtype: torch.dtype,
         *,
         interleaved: bool = False,
-        turns: Tensor | None = None,
     ) -> None:
         self.positions = positions  # [*lead] int64
         self.inverse_frequencies = inverse_frequencies  # [rotary_dim / 2] float32
         self.magnitude = magnitude
         self.dtype = dtype
         self.interleaved = interleaved
-        self.turns = turns  # [tokens, 2, rotary_dim / 2]: cos and sin
         # Not a cached_property: that takes a lock on Python 3.11, which torch.compile cannot follow.
         self._cos_sin: tuple[Tensor, Tensor] | None = None  # [*lead, 1, rotary_dim], ready to broadcast over heads
 
@@ -68,10 +64,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        given = positions, self.inverse_frequencies, self.magnitude, dtype
-        is_few = positions.dim() == 1 and 0 < len(positions) <= MOST_TOKENS and not self.interleaved
-        turns = turns_of(*given) if is_few and runs_triton(positions) else None
-        return Rotation(*given, interleaved=self.interleaved, turns=turns)
+        return Rotation(positions, self.inverse_frequencies, self.magnitude, dtype, interleaved=self.interleaved)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Follow the model to its device, but keep float32: rounding would shift every distant position."""

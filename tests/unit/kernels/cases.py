@@ -128,8 +128,8 @@ def rope_store(
     slots = torch.randperm(num_blocks * block_size, device=device)[:tokens]
     slots[::5] = -1
     frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    weights = tuple(randn(head_dim, dtype=dtype, device=device) for _ in range(2)) if norm else None
-    settings = weights, EPS
+    weights = [randn(head_dim, dtype=dtype, device=device) if norm else None for _ in range(2)]
+    settings = (*weights, EPS)
     query = rope_and_store_triton(qkv, positions, frequencies, 1.25, slots, caches[:, 0], caches[:, 1], *settings)
     expected = rope_and_store_reference(
         qkv, positions, frequencies, 1.25, slots, expected_caches[:, 0], expected_caches[:, 1], *settings

@@ -31,7 +31,7 @@ def rope_store(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, dev
     plain = [torch.zeros(shape, dtype=dtype, device=device) for _ in scales]
     coded = [torch.zeros(shape, device=device).to(FP8) for _ in scales]
     queries = [
-        rope_and_store_triton(qkv, positions, frequencies, 1.0, slots, *caches, None, EPS, scales)
+        rope_and_store_triton(qkv, positions, frequencies, 1.0, slots, *caches, None, None, EPS, scales)
         for caches in (plain, coded)
     ]
     assert torch.equal(*(query.nan_to_num() for query in queries))

@@ -16,14 +16,15 @@ def rope_and_store_reference(
     slots: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
     _, block_size, kv_heads, head_dim = key_cache.shape
     stacked = qkv.unflatten(-1, (-1, head_dim))
     query, key, value = stacked.split([stacked.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=-2)
-    if norms is not None:
-        query, key = (rms_norm_reference(one, norm, eps) for one, norm in zip((query, key), norms, strict=True))
+    if q_norm is not None and k_norm is not None:
+        query, key = rms_norm_reference(query, q_norm, eps), rms_norm_reference(key, k_norm, eps)
     angles = positions[:, None].float() * frequencies.float()
     angles = torch.cat([angles, angles], dim=-1)[:, None]  # [tokens, 1, head_dim]
     cos, sin = (angles.cos() * magnitude).to(qkv.dtype), (angles.sin() * magnitude).to(qkv.dtype)

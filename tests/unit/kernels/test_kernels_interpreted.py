@@ -11,7 +11,7 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
 
 from fledge.kernels.paged_attention import SplitLaunch
 from fledge.layers.config import LatentConfig
-from tests.unit.kernels import cases, code_cases, expert_cases, latent_cases, round_cases
+from tests.unit.kernels import cases, code_cases, expert_cases, latent_cases
 
 CPU = "cpu"
 dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -176,30 +176,6 @@ def test_paged_attention_tree_of_64_in_several_row_blocks():
 def test_paged_attention_over_rows_that_earlier_passes_stored(window, trees):
     for tree in trees:
         cases.paged_attention([75, 3, 0], 5, 4, 2, 16, torch.float32, CPU, window=window, tree=tree, before=9)
-
-
-@dot_dtypes
-@pytest.mark.parametrize("launch", [None, MANY_SPLITS], ids=["default", "many splits"])
-@pytest.mark.parametrize(("queries", "norm"), [(4, True), (1, False)])
-def test_round_attention(launch, queries, norm, dtype):
-    """No older keys, some steps of them, and a row that is not there; a step ends among the new ones."""
-    contexts = [37, 0, 62, -queries]
-    cases_of = {"norm": norm, "launch": launch, "unstored": (2,)}
-    round_cases.round_attention(contexts, queries, 6, 2, 24, dtype, CPU, **cases_of)
-    round_cases.round_attention([3, 1], queries, 2, 2, 16, dtype, CPU, norm=norm)
-
-
-@pytest.mark.parametrize("window", [1, 2, 20, 64])
-def test_round_attention_sliding_window(window):
-    for kind in ({"launch": MANY_SPLITS}, {"with_sinks": True}, {"launch": MANY_SPLITS, "chunked": True}):
-        round_cases.round_attention([75, 3, 0], 3, 4, 2, 16, torch.float32, CPU, window=window, **kind)
-
-
-@pytest.mark.parametrize(("block_size", "queries"), [(16, 7), (32, 1), (64, 2)])
-def test_round_attention_in_several_row_blocks_and_with_sinks(block_size, queries):
-    """Only one of the blocks that share a KV head stores; in one piece and in several a sink counts once."""
-    kinds = {"with_sinks": True, "launch": MANY_SPLITS, "norm": True, "block_size": block_size}
-    round_cases.round_attention([70, 0], queries, 8, 2, 16, torch.float32, CPU, max_context=300, **kinds)
 
 
 def test_paged_attention_does_not_depend_on_the_bound():

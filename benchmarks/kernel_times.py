@@ -22,12 +22,12 @@ from torch import Tensor
 from fledge.kernels.accept import accept_greedy
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.filters import Filters, RowSettings
-from fledge.kernels.linear import linear
 from fledge.kernels.paged_attention import SplitLaunch, choose_launch, paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from fledge.kernels.rope_store import rope_and_store
 from fledge.kernels.sample import choose, sample_rows
+from fledge.kernels.skinny_linear import linear
 from fledge.kernels.swiglu import swiglu
 
 DTYPE = torch.bfloat16

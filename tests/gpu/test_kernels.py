@@ -82,13 +82,6 @@ def fused_linear() -> None:
 
 
 @check
-def fused_codes() -> None:
-    for layout in fused_cases.LAYOUTS:
-        for shape in ((6144, 4096), (4096, 14336), (2048, 3968), (48, 128)):
-            fused_cases.products(shape, layout)
-
-
-@check
 def swiglu() -> None:
     for dtype in cases.DTYPES:
         for rows, size in ((1, 14336), (64, 8192), (5, 1001)):

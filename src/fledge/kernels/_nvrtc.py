@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,28 +82,28 @@ class CudaKernel:
             raise CudaError((text.value or b"unknown error of CUDA's driver").decode())
 
 
-def compiled(source: Path, prelude: str = "") -> bytes:
+def compiled(source: Path, *options: str) -> bytes:
     """Return the machine code of a source for Hopper: from Triton's cache, or compiled now, and put there if it can be.
 
-    The `prelude` goes before the source. CudaError where it cannot be compiled.
+    CudaError where it cannot be compiled.
     """
-    text, name = prelude + source.read_text(), f"{source.stem}.cubin"
-    key = hashlib.sha256(repr((text, *OPTIONS, torch.version.cuda)).encode()).hexdigest()
+    text, name = source.read_text(), f"{source.stem}.cubin"
+    key = hashlib.sha256(repr((text, *OPTIONS, *options, torch.version.cuda)).encode()).hexdigest()
     cache: Any = None
     with contextlib.suppress(OSError, RuntimeError):  # a folder that cannot be written, or none
         cache = get_cache_manager(key)
         if (kept := cache.get_file(name)) is not None:
             return Path(kept).read_bytes()
-    cubin = compile_cubin(text, source.name)
+    cubin = compile_cubin(text, source.name, options)
     if cache is not None:
         with contextlib.suppress(OSError):
             cache.put(cubin, name)
     return cubin
 
 
-def compile_cubin(text: str, name: str) -> bytes:
+def compile_cubin(text: str, name: str, options: Sequence[str]) -> bytes:
     nvrtc = find_nvrtc()
-    given = [option.encode() for option in OPTIONS]
+    given = [option.encode() for option in (*OPTIONS, *options)]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None) != 0:
         raise CudaError(f"{name}: NVRTC takes no program")

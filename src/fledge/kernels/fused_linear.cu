@@ -1,54 +1,36 @@
 // A linear layer of up to eight rows with what stands before and after it: a norm, and a residual or a gate.
 //
 // One block for each multiprocessor, with some rows of W. Four of its warps, the producers, copy them into a ring of slots
-// in shared memory, from before the kernel before this one has ended; eight or 16 others, the consumers, wait for it, put the
+// in shared memory, from before the kernel before this one has ended; eight warps, the consumers, wait for it, put the
 // norm of x into shared memory, each block for itself, and multiply.
 //
-// A tile is 16 rows of W, a slot 512 columns of it or more. Of these every consumer has as many, for all tiles: a tile's sums are added
+// A tile is 16 rows of W, a slot 512 columns of it. Of these every consumer has 64, for all tiles: a tile's sums are added
 // up over the warps once its last column is read. So the order of a sum depends on W alone.
 //
-// W may be in codes of eight or four bits, in fragments as `_fragments.py` has them; then `fused_linear.py` puts before
-// this how they are laid out and `decode`. The 16 rows of a tile are one piece of memory, and of 32 columns a thread has
-// those of the four threads of its row in turns, so that x is put in the same order: see `in_turns`. Numbers and products are
-// those of bfloat16, scales are applied to sums in float32.
-//
 // Compiled by NVRTC for sm_90, without headers.
-
-#ifndef BITS
-#define BITS 16  // of a number of W
-#define GROUP 0  // columns that share a scale; 0: a whole row
-#define ZEROS 0  // whether groups have zero points
-#endif
-#define IS_CODED (BITS < 16)
-#define HALVES (BITS == 4 ? 2 : 1)  // numbers in a byte
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short bf16;
 
-#define WARPS (IS_CODED ? 16 : 8)   // making numbers of codes is work: with eight the copies wait for it
+#define WARPS 8
 #define THREADS (32 * WARPS)        // of the consumers
 #define PRODUCERS 4                 // warps: one copies its rows one by one
 #define ROWS_EACH (TILE / PRODUCERS)
 #define TILE 16
-#define CHUNK (8192 / BITS)            // columns of a slot: 16 KB
+#define CHUNK 512                   // columns of a slot
 #define SHARE (CHUNK / WARPS)       // of a warp
 #define STEPS (SHARE / 32)          // products of them, two instructions each
 #define ROW_BYTES (2 * CHUNK + 64)  // of a row in a slot: neighbours lie in other banks
-#define STRIP_BYTES (TILE * BITS / 8)   // of a column of a tile of codes
-#define GROUPS (GROUP ? CHUNK / GROUP : 0)  // of a slot
-#define CODE_BYTES (CHUNK * STRIP_BYTES)
-#define SLOT_BYTES (IS_CODED ? CODE_BYTES + GROUPS * TILE * 4 * (1 + ZEROS) : TILE * ROW_BYTES)
+#define SLOT_BYTES (TILE * ROW_BYTES)
 #define IN_FLIGHT 3                 // slots
-#define AHEAD (IS_CODED ? 2 : 4)    // chunks of x in registers, where it is read from memory
+#define AHEAD 4                     // chunks of x in registers, where it is read from memory
 #define MOST_ROWS 8
 #define SUM_STRIDE 20               // between the sums of two rows of x: no two threads of a warp meet in a bank
-#define PIECES (8192 / (8 * THREADS))  // of x in a thread, for the longest that is normed
+#define PIECES 4                    // of 8 * THREADS columns: the longest x that is normed
 
 struct Linear {
-    const bf16* weight;    // [outputs, size]; gated: [2 * outputs, size]. Or codes
-    const float* scales;   // of codes: [size / GROUP or 1, outputs or twice as many]
-    const float* zeros;    // the same, with ZEROS
+    const bf16* weight;    // [outputs, size]; gated: [2 * outputs, size]
     const bf16* x;         // [rows, size]
     const bf16* norm;      // [size] or null: what is multiplied is rms_norm(x) * norm
     const bf16* bias;      // [outputs] or null
@@ -92,10 +74,6 @@ __device__ __forceinline__ void store_shared(u32 at, uint4 v) {
 __device__ __forceinline__ void copy_eight(u32 to, const bf16* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// Tell a barrier when what this thread has asked for so far is there.
-__device__ __forceinline__ void copied_arrives(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ void copy_row(u32 to, const bf16* from, u32 bytes, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
@@ -134,22 +112,8 @@ __device__ __forceinline__ void multiply(float* sum, uint4 above, uint4 below, u
         : "r"(above.z), "r"(below.z), "r"(above.w), "r"(below.w), "r"(x.z), "r"(x.w));
 }
 
-// Four threads have eight neighbouring columns each: give each thread, of every eight, the two that are its own.
-__device__ __forceinline__ uint4 in_turns(uint4 v) {
-    const int lane = threadIdx.x % 32;
-    const u32 four = 0xfu << (lane & 28);
-    u32 a = lane & 1 ? v.x : v.y, b = lane & 1 ? v.z : v.w;
-    a = __shfl_xor_sync(four, a, 1);
-    b = __shfl_xor_sync(four, b, 1);
-    v = lane & 1 ? make_uint4(a, v.y, b, v.w) : make_uint4(v.x, a, v.z, b);
-    a = lane & 2 ? v.x : v.z, b = lane & 2 ? v.y : v.w;
-    a = __shfl_xor_sync(four, a, 2);
-    b = __shfl_xor_sync(four, b, 2);
-    return lane & 2 ? make_uint4(a, b, v.z, v.w) : make_uint4(v.x, v.y, a, b);
-}
-
 // This block's tiles, two at a time, which share what is read of x: a gate and its up, else one and the next that it has.
-// What blocks read at the same time lies side by side: scales are in pieces too small to be read alone.
+// What blocks read at the same time lies side by side.
 struct Tiles {
     int first, last, step;
     long long second;  // rows from a tile to the other one
@@ -181,7 +145,6 @@ struct Ring {
 // everything else that goes through the L2 cache, x and the end of the kernel before among it, would wait behind them.
 __device__ void produce(const Linear& linear, Ring ring) {
     const int lane = threadIdx.x % 32, own = (threadIdx.x / 32 - WARPS) * ROWS_EACH + lane % ROWS_EACH;
-    const long long matrix_rows = linear.gated ? 2 * linear.outputs : linear.outputs;
     const Tiles tiles(linear);
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -190,36 +153,18 @@ __device__ void produce(const Linear& linear, Ring ring) {
     for (int tile = tiles.first; tile < tiles.last; tile += tiles.step) {
         const int sides = tiles.sides(linear, tile);
         for (int column = 0; column < linear.size; column += CHUNK) {
-            const int columns = min(CHUNK, linear.size - column);
-            const u32 bytes = columns * (IS_CODED ? STRIP_BYTES : 2);
+            const u32 bytes = 2 * min(CHUNK, linear.size - column);
             for (int side = 0; side < sides; side++, ring.advance()) {
                 if (issued++ >= IN_FLIGHT) {
                     barrier_wait(landed.is_full(), landed.parity);
                     landed.advance();
                 }
                 barrier_wait(ring.is_empty(), ring.parity ^ 1);
-                const long long first = tile * TILE + side * tiles.second;
-                if (threadIdx.x == THREADS) barrier_expect(ring.is_full(), (IS_CODED ? 1 : TILE) * bytes);
-                if (!IS_CODED && lane < ROWS_EACH)
+                if (threadIdx.x == THREADS) barrier_expect(ring.is_full(), TILE * bytes);
+                const long long row = tile * TILE + side * tiles.second + own;
+                if (lane < ROWS_EACH)
                     copy_row(
-                        ring.data() + own * ROW_BYTES, linear.weight + (first + own) * linear.size + column, bytes, ring.is_full(),
-                        policy);
-                if (IS_CODED && threadIdx.x == THREADS)
-                    copy_row(
-                        ring.data(),
-                        (const bf16*)((const unsigned char*)linear.weight + first * linear.size * BITS / 8 + column * STRIP_BYTES), bytes,
-                        ring.is_full(), policy);
-#if GROUP
-                for (int at = threadIdx.x - THREADS; at < GROUPS * TILE / 4 * (1 + ZEROS); at += 32 * PRODUCERS) {
-                    const int group = at / (TILE / 4) % GROUPS;
-                    if (group * GROUP >= columns) continue;
-                    const float* from = at < GROUPS * TILE / 4 ? linear.scales : linear.zeros;
-                    copy_eight(
-                        ring.data() + CODE_BYTES + 16 * at,
-                        (const bf16*)(from + (column / GROUP + group) * matrix_rows + first + at % (TILE / 4) * 4));
-                }
-                copied_arrives(ring.is_full());
-#endif
+                        ring.data() + own * ROW_BYTES, linear.weight + row * linear.size + column, bytes, ring.is_full(), policy);
                 __syncwarp();
             }
         }
@@ -284,67 +229,12 @@ __device__ void norm_rows(const Linear& linear, u32 x_shared, float* squares, co
                 const int row = min(first + i, rows - 1);
                 v[i] = make_uint4(
                     normed(v[i].x, by[i], w.x), normed(v[i].y, by[i], w.y), normed(v[i].z, by[i], w.z), normed(v[i].w, by[i], w.w));
-                if (IS_CODED) v[i] = in_turns(v[i]);
                 store_shared(x_shared + row * stride + 2 * column, v[i]);
             }
         }
     }
     consumers_meet();
 }
-
-#if IS_CODED
-__device__ __forceinline__ float load_float(u32 at) {
-    float v;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
-    return v;
-}
-
-// Add this warp's columns of a slot. Of each 32 bytes of 16 rows a thread has 16 bytes: its numbers of two rows, 8 apart.
-__device__ __forceinline__ void multiply_codes(float (&sums)[2][4], u32 slot, const uint4 (&x)[STEPS]) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 codes_at = slot + warp * SHARE * STRIP_BYTES + lane * 16;
-    constexpr int OWN_GROUPS = GROUP && GROUP < SHARE ? SHARE / GROUP : 1;  // of this warp's columns
-    constexpr int PARTS = OWN_GROUPS > 1 ? OWN_GROUPS : 2;
-    auto of_group = [&](int group, int row, int kind) {  // the scale, or the zero point, of one of the two rows
-        const int at = warp * SHARE / (GROUP ? GROUP : 1) + group;
-        return load_float(slot + CODE_BYTES + 4 * ((kind * GROUPS + at) * TILE + lane / 4 + 8 * row));
-    };
-    float products[PARTS][4] = {};
-#pragma unroll
-    for (int piece = 0; piece < 2; piece++) {
-        const uint4 codes = load_shared(codes_at + piece * 512);
-        const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
-        u32 zeros[2 * HALVES] = {};
-#if ZEROS
-#pragma unroll
-        for (int i = 0; i < 2 * HALVES; i++) {
-            const float zero = of_group((piece + i / 2 * 2) * OWN_GROUPS / STEPS, i % 2, 1);
-            zeros[i] = pack(zero, zero);
-        }
-#endif
-        u32 numbers[4][2 * HALVES];  // [word][half of a byte, row]; the upper halves are those of 64 columns on
-#pragma unroll
-        for (int word = 0; word < 4; word++) decode(numbers[word], words[word], zeros);
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-            const int step = piece + 2 * half, part = OWN_GROUPS > 1 ? step * OWN_GROUPS / STEPS : step % 2;
-            const uint4 above = make_uint4(numbers[0][2 * half], numbers[1][2 * half], numbers[2][2 * half], numbers[3][2 * half]);
-            const uint4 below =
-                make_uint4(numbers[0][2 * half + 1], numbers[1][2 * half + 1], numbers[2][2 * half + 1], numbers[3][2 * half + 1]);
-            multiply(GROUP ? products[part] : sums[part % 2], above, below, x[step]);
-        }
-    }
-#if GROUP
-    float scales[OWN_GROUPS][2];
-#pragma unroll
-    for (int i = 0; i < 2 * OWN_GROUPS; i++) scales[i / 2][i % 2] = of_group(i / 2, i % 2, 0);
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) sums[part % 2][i] += products[part][i] * scales[OWN_GROUPS > 1 ? part : 0][i / 2];
-#endif
-}
-#endif
 
 // Multiply one or two tiles with this warp's columns of x, chunk by chunk. x lies in shared memory, or is read from memory
 // a few chunks ahead.
@@ -361,7 +251,6 @@ __device__ void walk(const Linear& linear, u32 x_shared, Ring& ring, int sides, 
             if (row < linear.rows && column < size)
                 to[step] = NORMED ? load_shared(x_shared + row * (2 * size + 64) + 2 * column)
                                   : load_global(linear.x + (long long)row * size + column);
-            if (IS_CODED && !NORMED) to[step] = in_turns(to[step]);
         }
     };
     if (!NORMED) {
@@ -381,16 +270,12 @@ __device__ void walk(const Linear& linear, u32 x_shared, Ring& ring, int sides, 
                 if (side >= sides) break;
                 barrier_wait(ring.is_full(), ring.parity);
                 if (is_inside) {
-#if IS_CODED
-                    multiply_codes(sums[side], ring.data(), ahead[i]);
-#else
                     const u32 at = ring.data() + row * ROW_BYTES + 2 * own;
 #pragma unroll
                     for (int step = 0; step < STEPS; step++) {
                         const uint4 above = load_shared(at + 64 * step), below = load_shared(at + 64 * step + 8 * ROW_BYTES);
                         multiply(sums[side][step % 2], above, below, ahead[i][step]);
                     }
-#endif
                 }
                 __syncwarp();
                 if (lane == 0) barrier_arrive(ring.is_empty());
@@ -435,13 +320,11 @@ __device__ void consume(const Linear& linear, Ring ring, u32 x_shared, float* ro
     for (int tile = tiles.first; tile < tiles.last; tile += tiles.step) {
         const int sides = tiles.sides(linear, tile), output = tile * TILE + threadIdx.x % TILE;
         const bool is_inside = threadIdx.x < TILE * MOST_ROWS && row < linear.rows;
-        float scale[2] = {1.f, 1.f}, bias[2] = {}, residual[2] = {};  // asked for before the sums are made
+        float bias[2] = {}, residual[2] = {};  // asked for before the sums are made
 #pragma unroll
         for (int side = 0; side < 2; side++) {
             const long long at = output + side * tiles.second;
-            if (!is_inside || side >= sides) break;
-            if (IS_CODED && !GROUP) scale[side] = linear.scales[at];
-            if (linear.gated) continue;
+            if (!is_inside || side >= sides || linear.gated) break;
             if (linear.bias) bias[side] = low(linear.bias[at]);
             if (linear.residual) residual[side] = load_one(linear.residual + row * linear.residual_stride + at);
         }
@@ -452,7 +335,7 @@ __device__ void consume(const Linear& linear, Ring ring, u32 x_shared, float* ro
             walk<false>(linear, x_shared, ring, sides, sums);
         bf16* out = linear.out + (long long)row * linear.outputs + output;
         if (linear.gated) {
-            const float gate = rounded(gather(sums[0], room) * scale[0]), up = rounded(gather(sums[1], room) * scale[1]);
+            const float gate = rounded(gather(sums[0], room)), up = rounded(gather(sums[1], room));
             const float gated = rounded(gate / (1.f + __expf(-gate)));
             if (is_inside) *out = (bf16)pack(gated * up, 0.f);
             continue;
@@ -460,7 +343,7 @@ __device__ void consume(const Linear& linear, Ring ring, u32 x_shared, float* ro
 #pragma unroll
         for (int side = 0; side < 2; side++) {
             if (side >= sides) break;
-            const float sum = rounded(gather(sums[side], room) * scale[side] + bias[side]);
+            const float sum = rounded(gather(sums[side], room) + bias[side]);
             if (is_inside) out[side * tiles.second] = (bf16)pack(sum + residual[side], 0.f);
         }
     }
@@ -479,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) fused_
     ring.slot = ring.parity = 0;
     if (threadIdx.x == 0) {
         for (int i = 0; i < linear.slots; i++) {
-            barrier_init(ring.full + 8 * i, GROUP ? 1 + 32 * PRODUCERS : 1);
+            barrier_init(ring.full + 8 * i, 1);
             barrier_init(ring.empty + 8 * i, WARPS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

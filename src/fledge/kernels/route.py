@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.linear import linear
 from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.skinny_linear import linear
 
 FEW_ROWS = 8  # with more, every row's own pass over the router's matrix takes longer than two launches
 

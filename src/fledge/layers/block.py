@@ -11,7 +11,6 @@ from fledge.kernels._triton import runs_triton
 from fledge.kernels.experts import Stacked, few_experts, routed_experts
 from fledge.kernels.fused_linear import MOST_ROWS, can_fuse, fused_linear
 from fledge.kernels.quantize_rows import CodedRows
-from fledge.kernels.quantized_linear import QuantizedWeight
 from fledge.kernels.route import Routing, add_norm_router, route
 from fledge.kernels.swiglu import coded_swiglu, swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
@@ -264,31 +263,23 @@ def fuses(x: Tensor, attention: nn.Module, mlp: nn.Module, *norms: nn.Module | N
         return False
     if not all(type(norm) is RMSNorm and norm.weight.dtype == x.dtype and not norm.coded for norm in norms):
         return False
+    linears = [attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    is_plain = all(type(one) is Linear and runs_triton(one.weight, one.bias) for one in linears)
     return (
-        _takes_along(attention.o_proj)
-        and _takes_along(mlp.gate_up_proj, normed=True, gated=True)
-        and _takes_along(mlp.down_proj)
+        is_plain
+        and not any(one.batch_invariant for one in linears)
+        and can_fuse(attention.o_proj.weight)
+        and can_fuse(mlp.gate_up_proj.weight, normed=True, gated=True)
+        and can_fuse(mlp.down_proj.weight)
     )
-
-
-def _takes_along(linear: nn.Module, *, normed: bool = False, gated: bool = False) -> bool:
-    if not isinstance(linear, Linear | QuantizedLinear) or linear.batch_invariant:
-        return False
-    if isinstance(linear, Linear) and not (type(linear) is Linear and runs_triton(linear.weight, linear.bias)):
-        return False
-    return can_fuse(_matrix(linear), normed=normed, gated=gated)
-
-
-def _matrix(linear: Linear | QuantizedLinear) -> Tensor | QuantizedWeight:
-    return linear.weight if isinstance(linear, Linear) else linear.quantized
 
 
 def add_fused(mixed: Tensor, stream: Tensor, attention: Attention, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
     """Return the stream after a layer whose attention has `mixed` values, where `fuses` holds: three kernels."""
     output, down = attention.o_proj, mlp.down_proj
-    stream = fused_linear(mixed, _matrix(output), output.bias, residual=stream)
-    gated = fused_linear(stream, _matrix(mlp.gate_up_proj), norm=norm.weight, eps=norm.eps, gated=True)
-    return fused_linear(gated, _matrix(down), down.bias, residual=stream)
+    stream = fused_linear(mixed, output.weight, output.bias, residual=stream)
+    gated = fused_linear(stream, mlp.gate_up_proj.weight, norm=norm.weight, eps=norm.eps, gated=True)
+    return fused_linear(gated, down.weight, down.bias, residual=stream)
 
 
 class DecoderLayer(nn.Module):
@@ -352,8 +343,8 @@ class DecoderLayer(nn.Module):
         assert isinstance(mlp, SwiGLU)
         assert norm is not None
         linear = attention.qkv_proj
-        if _takes_along(linear, normed=True):
-            qkv = fused_linear(stream, _matrix(linear), linear.bias, norm=norm.weight, eps=norm.eps)
+        if type(linear) is Linear and can_fuse(linear.weight, normed=True):
+            qkv = fused_linear(stream, linear.weight, linear.bias, norm=norm.weight, eps=norm.eps)
         else:
             qkv = linear(norm(stream))
         mixed = attention.mixed(qkv, rotation, storage)

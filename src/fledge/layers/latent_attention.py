@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.latent_heads import absorb_and_store, take_values
-from fledge.kernels.linear import linear
+from fledge.kernels.skinny_linear import linear
 from fledge.layers.attention import AttentionSpec, CachedHeads, KeyValueStorage
 from fledge.layers.config import LatentConfig, LayerConfig
 from fledge.layers.linear import Linear, RMSNorm, join_rows

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.kernels.invariant_linear import invariant_linear
-from fledge.kernels.linear import linear
 from fledge.kernels.rms_norm import add_rms_norm, coded_add_rms_norm, coded_rms_norm, rms_norm
+from fledge.kernels.skinny_linear import linear
 from fledge.layers.config import LayerConfig
 
 

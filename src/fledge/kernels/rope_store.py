@@ -2,7 +2,8 @@
 
 The reference is `ProjectedHeads.finished` of `fledge.layers`. Rounding follows it: the heads are normed as by RMSNorm;
 cos and sin are computed in float32 and rounded to the dtype; both products of the rotation and their sum are rounded to
-the dtype. The two agree to one unit in the last place of a product; values are copied and agree exactly.
+the dtype, other than where a GPU's compiler contracts one product and the sum. The two agree to one unit in the last
+place of a product; values are copied and agree exactly.
 """
 
 import torch

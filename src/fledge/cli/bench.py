@@ -54,7 +54,7 @@ def rounds(
     console = Console(stderr=True)
     options = EngineConfig(kv_cache_dtype=kv_cache_dtype, enforce_eager=enforce_eager, batch_invariant=batch_invariant)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
-    report["kv_cache_dtype"] = kv_cache_dtype
+    report |= {"kv_cache_dtype": kv_cache_dtype, "quantize": quantize, "quantize_drafter": quantize_drafter}
     if on_gpu:
         report["limits"] = measure.measure_limits(place)
     cells, body = [], []

@@ -142,6 +142,8 @@ def convert(
         raise ConfigError("give --to, for a drafter in another format, or --quantize")
     if quantize is None and calibrate is not None:
         raise ConfigError("--calibrate chooses scales: it needs --quantize")
+    if quantize is None and drafter is not None:
+        raise ConfigError("--drafter is for measuring acceptance: it needs --quantize")
     if quantize is not None:
         from fledge.cli.quantize import quantize as write  # noqa: PLC0415 - imports torch
 

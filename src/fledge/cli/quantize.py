@@ -8,9 +8,12 @@ from typing import Any
 
 import typer
 
+from fledge.checkpoints.contract import check
+from fledge.checkpoints.drafter import raise_errors
 from fledge.checkpoints.quantize import Width, Written, quantize_drafter, quantize_target
-from fledge.checkpoints.reading import is_drafter
+from fledge.checkpoints.reading import is_drafter, read_drafter
 from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import refuse_existing
 from fledge.cli.checkpoints import short
 from fledge.errors import CheckpointError, ConfigError
@@ -24,6 +27,7 @@ from fledge.evaluation.quantization import (
 )
 from fledge.evaluation.report import plus_minus
 from fledge.evaluation.workloads import load_workloads
+from fledge.progress import Progress
 
 
 def quantize(
@@ -47,6 +51,8 @@ def quantize(
     if is_drafter(resolve(source)):
         if drafter is not None or calibrate is not None:
             raise ConfigError(f"{source}: is a drafter; --drafter and --calibrate are for targets")
+        if target is not None:
+            _refuse_misfit(source, target)
         written = quantize_drafter(resolve(source), destination, width)
         if target is not None:
             pairs = [(target, source), (target, str(destination))]
@@ -54,7 +60,9 @@ def quantize(
         if target is not None:
             raise ConfigError(f"{source}: is a target; --target is for drafters")
         calibration = load_workloads([calibrate], sample=CALIBRATION_PROMPTS) if calibrate is not None else ()
-        importance = mean_squared_inputs(source, calibration) if calibration else None
+        if drafter is not None:
+            _refuse_misfit(drafter, source)
+        importance = mean_squared_inputs(source, calibration, Progress()) if calibration else None
         written = quantize_target(resolve(source), destination, width, importance, name=source)
         pairs = [(source, drafter), (str(destination), drafter)]
     measured = [measure_quality(one, other, workloads) for one, other in pairs]
@@ -70,6 +78,13 @@ def quantize(
             _print_change(measured, change, workload, of_drafter=target is not None)
     if any(one.unchanged is False for one in measured):
         raise CheckpointError(f"{destination}: with drafts, answers are not the target's own; this is a bug of Fledge")
+
+
+def _refuse_misfit(drafter: str, target: str) -> None:
+    """Raise before there is anything written, or computed for minutes, where the pair cannot be measured."""
+    directory = resolve(target)
+    checkpoint = read_drafter(resolve(drafter))
+    raise_errors(checkpoint, check(checkpoint, read_target_config(directory), directory))
 
 
 def _print(destination: Path, width: Width, written: Written) -> None:

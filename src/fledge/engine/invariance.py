@@ -28,6 +28,8 @@ from fledge.layers.quantized import QuantizedLinear
 from fledge.models.target.decoder import TargetModel
 from fledge.native.decoder import NativeTarget
 
+_EXPERTS = "not for a mixture of experts, whose sums depend on who shares an expert"
+
 
 def set_batch_invariant(target: TargetModel, wanted: bool, *, drafts_trees: bool = False) -> None:
     """Let a target compute so, or as is fastest. A ConfigError says why it cannot."""
@@ -50,17 +52,20 @@ def _set(target: TargetModel, wanted: bool) -> None:
 
 
 def _obstacle(target: TargetModel, weight: Tensor, drafts_trees: bool) -> str | None:
+    modules = list(target.modules())
     if weight.device.type != "cuda":
         if drafts_trees:
             return "on a CPU not for draft trees, whose nodes lie in another order than a chain's"
-        return None if isinstance(target, NativeTarget) else "on a CPU it takes the C layers, and they do not run here"
-    modules = list(target.modules())
+        if isinstance(target, NativeTarget):
+            return None
+        has_experts = any(isinstance(module, SparseMLP) for module in modules)
+        return _EXPERTS if has_experts else "on a CPU it takes the C layers, and they do not run here"
     if not HAS_TRITON:
         return "it takes Triton, which is not installed"
     if weight.element_size() != 2:
         return f"on a GPU it takes bfloat16 or float16, and this target is {str(weight.dtype).removeprefix('torch.')}"
     if any(isinstance(module, SparseMLP) for module in modules):
-        return "not for a mixture of experts, whose sums depend on who shares an expert"
+        return _EXPERTS
     if target.config.layer.latent is not None or target.config.layer.head_dim > WIDE_HEAD:
         return "not for latent attention, nor for heads wider than 256"
     linears = [module for module in modules if isinstance(module, Linear | QuantizedLinear)]

@@ -22,6 +22,7 @@ from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings
 from fledge.evaluation.workloads import Workload, tokenised
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.linear import Linear
+from fledge.progress import Progress
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Counts, Interval
 
@@ -104,7 +105,9 @@ def _drafted(meter: AcceptanceMeter, drafter: str, workloads: Sequence[Workload]
 
 
 @torch.no_grad()
-def mean_squared_inputs(target: str, workloads: Sequence[Workload], *, device: str = "auto") -> dict[str, Tensor]:
+def mean_squared_inputs(
+    target: str, workloads: Sequence[Workload], progress: Progress | None = None, *, device: str = "auto"
+) -> dict[str, Tensor]:
     """What each linear of a target is multiplied with on these prompts: by its name, for each column.
 
     Experts that no token came to are not among them.
@@ -122,8 +125,11 @@ def mean_squared_inputs(target: str, workloads: Sequence[Workload], *, device: s
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             module.register_forward_pre_hook(partial(add, name))
-    for ids in (ids[: model.config.max_positions] for one in workloads for ids in tokenised(one, target)):
-        positions = torch.arange(len(ids), device=where)
-        storage = DenseCache(model.config.num_layers, where).extend(positions)
-        model(torch.tensor(ids, device=where), positions, storage, ())
+    prompts = [ids[: model.config.max_positions] for one in workloads for ids in tokenised(one, target)]
+    with (progress or Progress(quiet=True)).task("calibrating", len(prompts)) as advance:
+        for ids in prompts:
+            positions = torch.arange(len(ids), device=where)
+            storage = DenseCache(model.config.num_layers, where).extend(positions)
+            model(torch.tensor(ids, device=where), positions, storage, ())
+            advance()
     return {name: (total / max(rows[name], 1)).cpu() for name, total in sums.items()}

@@ -32,6 +32,7 @@ def test_what_cannot_compute_so_is_refused():
     odd = replace(TINY_TARGET, layer=replace(TINY_LAYER, intermediate_size=20))
     assert "C layers" in refusal(device="cpu")
     assert "trees" in refusal(device="cpu", trees=True)
+    assert "mixture of experts" in refusal(TARGET_CONFIGS["gpt-oss"], device="cpu")
     assert "Triton" in refusal(triton=False)
     assert "this target is float32" in refusal(dtype=torch.float32)
     assert "mixture of experts" in refusal(TARGET_CONFIGS["gpt-oss"])

@@ -26,6 +26,8 @@ def _models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_target(make_target(CONFIG), root / "target")
     save_tokenizer(root / "target")
     save_drafter(make_drafter(EAGLE_3_1.config_for(CONFIG)), root / "drafter")
+    wider = replace(CONFIG, layer=replace(CONFIG.layer, hidden_size=64))
+    save_drafter(make_drafter(EAGLE_3_1.config_for(wider)), root / "stranger")
     texts = ("abc", "hello there", "one more", "and the last")
     lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in texts]
     (root / "prompts.jsonl").write_text("\n".join(lines))
@@ -64,6 +66,10 @@ def test_a_target_is_written_and_measured_with_its_drafter(models: Path) -> None
         ("drafter", ("--quantize", "int8", "--calibrate", "mt_bench"), "--drafter and --calibrate are for targets"),
         ("target", ("--quantize", "int8", "--target", "target"), "--target is for drafters"),
         ("drafter", ("--to", "vllm", "--calibrate", "mt_bench"), "it needs --quantize"),
+        ("drafter", ("--to", "vllm", "--drafter", "drafter"), "it needs --quantize"),
+        ("target", ("--quantize", "int8", "--drafter", "nowhere"), "nowhere"),
+        ("target", ("--quantize", "int8", "--drafter", "stranger"), "made for another target"),
+        ("stranger", ("--quantize", "int8", "--target", "target"), "made for another target"),
     ],
 )
 def test_refusals(models: Path, source: str, options: tuple[str, ...], said: str) -> None:

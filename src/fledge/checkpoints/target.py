@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,11 +153,12 @@ def load_target(
     device: torch.device | str = "cpu",
     ends_only: bool = False,
     quantization: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> TargetModel:
     """Build the model on `device`, in `dtype` or as stored. Every tensor must be there, finite, and no other.
 
     A class that is not its family's is a `CheckpointWarning`. `ends_only` leaves out all layers: embedding, final norm
-    and head are loaded. `quantization` is vLLM's option: see `asked_format`.
+    and head are loaded. `quantization` is vLLM's option: see `asked_format`. `progress` is told as weights are read.
     """
     config = read_target_config(directory)
     fields = _language_fields(ConfigFields.from_file(directory / "config.json"))
@@ -186,7 +187,7 @@ def load_target(
     placement = Placement(device=device, dtype=dtype or getattr(torch, config.dtype))
     tied = ("lm_head",) if config.tied_head else ()
     form = asked_format(weight_format(fields, files), quantization, str(directory))
-    load_weights(model, files, names, form, placement, tied=tied)
+    load_weights(model, files, names, form, placement, tied=tied, progress=progress)
     if config.tied_head:
         model.lm_head.weight = model.embed_tokens.weight
     with timed(_log, "weights checked"):

@@ -199,8 +199,9 @@ def load_weights(
     placement: Placement,
     *,
     tied: Collection[str] = (),
+    progress: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Fill a model that was built on the meta device, one linear at a time.
+    """Fill a model that was built on the meta device, one linear at a time; tell `progress` how many, and of how many.
 
     `names` are what the files call each tensor, by our names before joining: exactly the `stored_shapes`, or one line
     says which do not fit, before anything is read. The caller completes `tied` linears itself.
@@ -229,13 +230,17 @@ def load_weights(
     # The largest first: nobody waits at the end for one thread that has embeddings to read.
     sizes = {name: like.numel() for name, like in others.items()} | {n: m.weight.numel() for n, m in linears.items()}
     order = sorted(sizes, key=lambda name: -sizes[name])
+    filled: dict[str, nn.Module | Tensor] = {}
     with timed(_log, "weights read", len(order)):
-        filled = dict(zip(order, in_threads(fill, order, placement.device), strict=True))
+        for name, made in zip(order, in_threads(fill, order, placement.device), strict=True):
+            filled[name] = made
+            if progress is not None:
+                progress(len(filled), len(order))
     model.load_state_dict({name: filled[name] for name in others}, strict=False, assign=True)
     for name, empty in linears.items():
-        made = filled[name]
-        if made is not empty and isinstance(made, nn.Module):
-            model.set_submodule(name, made)
+        linear = filled[name]
+        if linear is not empty and isinstance(linear, nn.Module):
+            model.set_submodule(name, linear)
 
 
 def stored_tensors(model: nn.Module, *, is_joined: Callable[[str], bool] = lambda _name: False) -> dict[str, Tensor]:

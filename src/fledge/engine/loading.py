@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
     if device.type == "cpu" and config.kv_cache_dtype in FP8_CACHE_DTYPES:
         warnings.warn(SLOW_CODES.format(config.kv_cache_dtype), stacklevel=3)
     _log.info("loading the target from %s", directory)
-    with timed(_log, "target loaded"):
-        target = load_target(directory, dtype=dtype, device=device, quantization=config.quantization)
+    with timed(_log, "target loaded"), _bar("reading weights") as progress:
+        target = load_target(directory, dtype=dtype, device=device, quantization=config.quantization, progress=progress)
     if rounded is not None:
         _log.info("dtype %s on a CPU: weights are rounded to it, arithmetic is float32", config.dtype)
         for weight in target.parameters():
@@ -93,7 +94,15 @@ def build_engine(
         costs = None if drafter is None else CostCache.of(target, drafter, config)
         engine = LLMEngine(target, drafter, config, model=model, eos_ids=eos_ids, cost_cache=costs)
     if engine.runner.graphs is not None:
-        with timed(_log, "warmed up"), Bars(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("capturing CUDA graphs", total=None)
-            engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
+        with timed(_log, "warmed up"), _bar("capturing CUDA graphs") as progress:
+            engine.warm_up(progress)
     return engine
+
+
+@contextlib.contextmanager
+def _bar(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, gone at the end; yields what is told how much is done, and of how much."""
+    console = Console(stderr=True)
+    with Bars(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(description, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

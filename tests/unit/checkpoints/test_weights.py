@@ -38,6 +38,13 @@ def _target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
+def test_who_waits_is_told_how_much_is_read(target: Path) -> None:
+    told: list[tuple[int, int]] = []
+    model = load_target(target, progress=lambda done, of: told.append((done, of)))
+    count = len(model.state_dict())
+    assert told == [(number, count) for number in range(1, count + 1)]
+
+
 @pytest.mark.parametrize("config", [TARGET, BIASED, replace(TARGET, tied_head=True)], ids=["plain", "biases", "tied"])
 def test_joined_linears_are_read_like_those_apart(config: Any, tmp_path: Path) -> None:
     model = make_target(config)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fledge.checkpoints.quantize import WIDTHS, quantize_target
 from fledge.checkpoints.target import load_target, save_target
+from fledge.layers.dense_cache import DenseCache
 from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_target
 
@@ -63,3 +64,21 @@ def test_weights_are_those_of_compressed_tensors(tmp_path: Path) -> None:
                 product = torch.cat([theirs[f"{name}.product"] for name in names], dim=-1)
                 found = module(inputs[str(module.in_features)])
                 torch.testing.assert_close(found, product, rtol=1e-5, atol=1e-5 * float(product.abs().max()))
+
+
+@torch.no_grad()
+def test_transformers_loads_what_convert_writes(tmp_path: Path) -> None:
+    """And computes the same with it, in float32."""
+    save_target(make_target(CONFIG).to(torch.bfloat16), tmp_path / "dense")
+    for width in WIDTHS:
+        quantize_target(tmp_path / "dense", tmp_path / width, width)
+    tokens = torch.arange(3, 13)
+    script = [str(VLLM_PYTHON), Path(__file__).with_name("run_transformers.py"), ",".join(map(str, tokens.tolist()))]
+    done = subprocess.run([*script, *(tmp_path / w for w in WIDTHS)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for width in WIDTHS:
+        target = load_target(tmp_path / width, dtype=torch.float32)
+        positions = torch.arange(len(tokens))
+        logits = target.logits(target(tokens, positions, DenseCache(CONFIG.num_layers).extend(positions)).final)
+        theirs = load_file(tmp_path / width / "logits.safetensors")["logits"]
+        torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4, msg=lambda text, w=width: f"{w}: {text}")

@@ -1,7 +1,7 @@
 """`fledge convert --quantize`: a target or a drafter in fewer bits, and what that did."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from fledge.evaluation.quantization import (
 from fledge.evaluation.report import plus_minus
 from fledge.evaluation.workloads import load_workloads
 from fledge.progress import Progress
+from fledge.report.intervals import Interval
 
 
 def quantize(
@@ -98,12 +99,16 @@ def _print_change(measured: Sequence[Quality], change: QualityChange, workload: 
     where = f"{workload}: {len(measured[0].surprise)} prompts, {measured[0].tokens:,} tokens"
     if not of_drafter:
         perplexities = " -> ".join(f"{one.perplexity:.3f}" for one in measured)
-        low, high = (f"{100 * (end - 1):+.1f}" for end in change.perplexity.ends)
-        typer.echo(f"perplexity {perplexities} ({low} to {high} %; {where})")
+        percent = _range(change.perplexity, lambda one: f"{100 * (one - 1):+.1f}")
+        typer.echo(f"perplexity {perplexities} ({percent} %; {where})")
     if change.acceptance_length is not None:
         lengths = " -> ".join(plus_minus(one.acceptance_length) for one in measured)
-        low, high = (f"{end:+.2f}" for end in change.acceptance_length.ends)
-        typer.echo(f"tokens a round, depth {DEPTH}: {lengths} ({low} to {high})")
+        typer.echo(f"tokens a round, depth {DEPTH}: {lengths} ({_range(change.acceptance_length, '{:+.2f}'.format)})")
+
+
+def _range(change: Interval, written: Callable[[float], str]) -> str:
+    """Where a change may lie; what it is where one prompt does not say more."""
+    return written(change.value) if change.low is None else " to ".join(map(written, change.ends))
 
 
 def _figures(quality: Quality) -> dict[str, Any]:

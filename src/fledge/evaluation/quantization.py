@@ -65,10 +65,12 @@ class QualityChange(Record):
     def between(cls, before: Quality, after: Quality) -> "QualityChange":
         surprise = BOOTSTRAP.compare(after.surprise, before.surprise)
         assert surprise is not None
-        ends = [math.exp(one) for one in (surprise.difference.value, *surprise.difference.ends)]
+        logs = surprise.difference.value, surprise.difference.low, surprise.difference.high
+        value, low, high = (None if one is None else math.exp(one) for one in logs)
+        assert value is not None
         length = BOOTSTRAP.compare(after.accepted or {}, before.accepted or {}, offset=1.0)
         return cls(
-            perplexity=Interval(value=ends[0], low=ends[1], high=ends[2]),
+            perplexity=Interval(value=value, low=low, high=high),
             acceptance_length=length.difference if length is not None else None,
         )
 

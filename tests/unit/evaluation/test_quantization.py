@@ -1,6 +1,7 @@
 """`fledge convert --quantize`: what it writes, says of it and refuses; and what calibration is told."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,3 +79,11 @@ def test_refusals(models: Path, source: str, options: tuple[str, ...], said: str
     assert said in outcome.stderr
     assert outcome.stderr.count("\n") == 1
     assert not (models / "never").exists()
+
+
+def test_one_prompt_gives_a_figure_and_no_interval(models: Path) -> None:
+    (models / "one.jsonl").write_text((models / "prompts.jsonl").read_text().splitlines()[0])
+    options = ("--quantize", "int8", "--workload", "one.jsonl", "--drafter", "drafter")
+    said = fledge("convert", "target", "of-one", *options, cwd=models).stdout
+    assert re.search(r"perplexity [\d.]+ -> [\d.]+ \([+-][\d.]+ %; one.jsonl: 1 prompt", said), said
+    assert re.search(r"tokens a round, depth 3: [\d.]+ -> [\d.]+ \([+-][\d.]+\)", said), said

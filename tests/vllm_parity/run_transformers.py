@@ -1,4 +1,4 @@
-"""Logits of checkpoints in transformers, in float32. Run by the python of vLLM's environment: it has compressed-tensors.
+"""Logits of checkpoints in transformers, in float32. Run by the python of vLLM's environment, for compressed-tensors.
 
     python run_transformers.py IDS DIRECTORY...
 

@@ -23,7 +23,7 @@ def test_rounds_of_a_pair_in_fewer_bits(tmp_path: Path) -> None:
     done = fledge("bench", "rounds", "--depth", "2", "--concurrency", "1", "--rounds", "10", *widths, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     *table, line = done.stdout.strip().splitlines()
-    assert "target in int4" in " ".join("".join(table).split())
+    assert "target in int4" in " ".join(" ".join(table).split())
     report = json.loads(line)
     assert (report["quantize"], report["quantize_drafter"]) == ("int4", "fp8")
     assert report["rounds"][0]["weights_gigabytes"] < 0.05, "0.12 in float32"

@@ -133,9 +133,9 @@ def check(config: DrafterConfig) -> None:
         head, feature = formulas(embeddings[: rows.stop], expected_features[: rows.stop], weights, config)
         torch.testing.assert_close(states.head.double(), head[positions], atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(states.feature.double(), feature[positions], atol=TOLERANCE, rtol=TOLERANCE)
-        if rows.stop >= 6:  # from here on the drafter lives on its own states
-            features = torch.cat([features, states.feature[-1:]])
+        if rows.stop >= 6:  # from here on the drafter lives on its own states: rounding, which it amplifies, left out
             expected_features = torch.cat([expected_features, feature[-1:]])
+            features = torch.cat([features, feature[-1:].float()])
 
 
 @pytest.mark.parametrize("style", [LLAMA_STYLE, QWEN3_STYLE, WITH_BIASES], ids=["llama", "qwen3", "biases"])

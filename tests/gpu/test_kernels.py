@@ -18,8 +18,8 @@ from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.quantized_linear import for_gpu
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
-from fledge.layers.block import SparseMLP
 from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeConfig
+from fledge.layers.mlp import SparseMLP
 from fledge.layers.paged_cache import PagedCache
 from fledge.layers.rope import RotaryEmbedding
 from tests.gpu.script import run_checks

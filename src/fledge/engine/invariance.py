@@ -22,8 +22,8 @@ from fledge.kernels._triton import HAS_TRITON
 from fledge.kernels.invariant_linear import ALIGNED, invariant_linear
 from fledge.kernels.paged_attention import WIDE_HEAD
 from fledge.kernels.quantized_linear import quantized_linear
-from fledge.layers.block import SparseMLP
 from fledge.layers.linear import Linear, compute_weight
+from fledge.layers.mlp import SparseMLP
 from fledge.layers.quantized import QuantizedLinear
 from fledge.models.target.decoder import TargetModel
 from fledge.native.decoder import NativeTarget

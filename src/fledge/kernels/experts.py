@@ -14,7 +14,7 @@ A shared expert, which every row chooses, is here in parts of the size of the ot
 A lone row has no pairs to look through, and every program chooses experts anew from the router's logits: that takes
 less time than a launch. Programs of `down` choose, and read the first of their weights, while gate_up still runs.
 
-From some thousand pairs on it is a matter of arithmetic, not of reading: `layers/block.py` has torch's grouped product.
+From some thousand pairs on it is a matter of arithmetic, not of reading: `layers/mlp.py` has torch's grouped product.
 
 Tolerance: gate and up are rounded to the dtype where torch would round them. The outputs of the experts are summed in
 float32 and rounded once, torch rounds each. A row's result does not depend on the other rows, as long as the way stays.

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fledge.layers.attention import Attention, KeyValueStorage
-from fledge.layers.block import DecoderLayer, SwiGLU
+from fledge.layers.block import DecoderLayer
 from fledge.layers.linear import RMSNorm
+from fledge.layers.mlp import SwiGLU
 from fledge.layers.paged_cache import ChunkPass, PagedPass, RoundPass
 from fledge.layers.rope import Rotation
 from fledge.models.drafter.eagle import Eagle3FirstLayer

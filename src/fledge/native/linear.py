@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.quantize_rows import CodedRows
-from fledge.layers.block import SwiGLU
 from fledge.layers.linear import Linear
+from fledge.layers.mlp import SwiGLU
 from fledge.layers.quantized import QuantizedLinear
 from fledge.native import team
 from fledge.native.bindings import struct

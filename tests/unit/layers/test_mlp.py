@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from fledge.layers.block import SparseMLP, join_weights
+from fledge.layers.block import join_weights
 from fledge.layers.config import ExpertsConfig
+from fledge.layers.mlp import SparseMLP
 from tests.tiny_models import randomise
 
 

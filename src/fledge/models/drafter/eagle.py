@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from fledge.kernels.rms_norm import draft_input, rms_norm_parts
 from fledge.layers.attention import Attention, KeyValueStorage
-from fledge.layers.block import DecoderLayer, SwiGLU, add_fused, attention_of, fuses
+from fledge.layers.block import DecoderLayer, add_fused, attention_of, fuses
 from fledge.layers.linear import Linear, RMSNorm
+from fledge.layers.mlp import SwiGLU
 from fledge.layers.rope import Rotation
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter, DraftStates

@@ -5,8 +5,8 @@ Published experts are in MXFP4 (`checkpoints/formats/mxfp4.py`); others are in b
 
 from typing import Any
 
-from fledge.layers.block import CLAMPED_SLOPE
 from fledge.layers.config import ExpertsConfig, LayerConfig
+from fledge.layers.mlp import CLAMPED_SLOPE
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer
 from fledge.models.target.family import Family, Windows, window_fields, windows_by_type

@@ -1,0 +1,205 @@
+"""The MLP of a decoder layer: gated, or a mixture of experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fledge.kernels._triton import runs_triton
+from fledge.kernels.experts import Stacked, few_experts, routed_experts
+from fledge.kernels.quantize_rows import CodedRows
+from fledge.kernels.route import Routing, add_norm_router, route
+from fledge.kernels.swiglu import coded_swiglu, swiglu
+from fledge.layers.config import Activation, ExpertsConfig
+from fledge.layers.linear import Linear, RMSNorm, join_rows
+
+CLAMPED_SLOPE = 1.702  # of gpt-oss's gate, which is all but a GELU
+MANY_PAIRS = 2048  # of rows and experts: with more, torch's grouped product is faster than reading experts by tiles
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, with gate and up stacked into one matrix; or with a gate of another kind.
+
+    With a `limit` gate and up are clamped to it, the gate is steeper, and up is one more.
+    """
+
+    coded = False  # what `down_proj` reads: see `code_early`
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: Activation = "silu",
+        limit: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation, self.limit, self.has_bias = activation, limit, bias
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor | CodedRows) -> Tensor:
+        gate_up = self.gate_up_proj(x)
+        out: Tensor = self.down_proj(coded_swiglu(gate_up) if self.coded else self.gated(gate_up))
+        return out
+
+    @property
+    def is_plain(self) -> bool:
+        return self.activation == "silu" and self.limit is None
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """[..., 2 * size] -> [..., size]."""
+        if self.is_plain:
+            return swiglu(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.limit is None:
+            return F.gelu(gate, approximate="none" if self.activation == "gelu" else "tanh") * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(gate * CLAMPED_SLOPE) * (up + 1)
+
+
+class SparseMLP(nn.Module):
+    """A router and its experts: the sum of the chosen experts' outputs, weighted by the router's scores.
+
+    A shared expert sees every token.
+
+    Rows are grouped by expert, and each expert that has rows is run. The host must look at the groups for that; on a
+    GPU kernels do it without a look, so that a round can be captured.
+    """
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Linear(hidden_size, config.num_experts, bias=config.bias)
+        is_biased = config.scoring_func == "sigmoid"
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts)) if is_biased else None
+        self.experts = nn.ModuleList(
+            SwiGLU(hidden_size, config.intermediate_size, bias=config.bias, limit=config.swiglu_limit)
+            for _ in range(config.num_experts)
+        )
+        self.shared_experts = SwiGLU(hidden_size, config.shared_size) if config.shared_size else None
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
+        self._stacked: dict[str, Stacked] = {}
+
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (self(norm(x + residual)), x + residual), with the router's product as part of the norm."""
+        if type(norm) is not RMSNorm or type(self.gate) is not Linear:
+            normed, total = norm.add(x, residual)
+            return self(normed), total
+        rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
+        router = self.gate.weight, self.gate.bias
+        normed, total, logits = add_norm_router(rows, added, norm.weight, norm.eps, *router)
+        return self(normed.view(x.shape), logits), total.view(x.shape)
+
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+        """[*lead, hidden] -> [*lead, hidden]. `logits` [rows, experts]: of the router, where it has been asked."""
+        rows, config = x.reshape(-1, x.shape[-1]), self.config
+        has_kernels = self._has_kernels(rows)
+        # With many rows it is a matter of arithmetic, which torch's grouped product is better at.
+        is_many = rows.dtype == torch.bfloat16 and len(rows) * config.num_experts_per_token > MANY_PAIRS
+        # Kernels take a shared expert along as some more of the others.
+        parts = self._shared_parts if has_kernels and not is_many else 0
+        logits = self.gate(rows) if logits is None else logits
+        routing = Routing(
+            chosen=config.num_experts_per_token,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
+            normalised=config.normalised,
+            scale=config.routed_scaling_factor,
+            shared=parts,
+        )
+        if has_kernels and not is_many and not config.weighted_inputs:
+            mixed = routed_experts(rows, logits, self.e_score_correction_bias, routing, **self._matrices(parts))
+        else:
+            weights, experts = route(logits, self.e_score_correction_bias, routing)
+            if config.weighted_inputs:  # of rows for each choice, which are summed up as they come out
+                weights = logits.float().gather(-1, experts).sigmoid()
+                rows = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
+                weights, experts = torch.ones_like(weights).view(-1, 1), experts.reshape(-1, 1)
+            if has_kernels and not is_many:
+                mixed = few_experts(rows, weights, experts, **self._matrices(parts))
+            else:
+                run = self._all_at_once if has_kernels else self._one_by_one
+                mixed = self._sum_of_groups(rows, weights, experts, run)
+            if config.weighted_inputs:
+                mixed = mixed.view(-1, config.num_experts_per_token, x.shape[-1]).sum(1)
+        mixed = mixed.view(x.shape)
+        if self.shared_experts is None or parts:
+            return mixed
+        shared_out: Tensor = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            shared_out = shared_out * self.shared_expert_gate(x).sigmoid()
+        return mixed + shared_out
+
+    @property
+    def _shared_parts(self) -> int:
+        """How many experts the shared one is as large as, if kernels can run it as so many; else 0."""
+        config = self.config
+        is_alike = (
+            self.shared_experts is not None
+            and all(type(linear) is Linear for linear in self.shared_experts.children())
+            and not (config.shared_gate or config.weighted_inputs or config.bias or config.swiglu_limit)
+            and config.shared_size % config.intermediate_size == 0
+        )
+        return config.shared_size // config.intermediate_size if is_alike else 0
+
+    def _matrices(self, parts: int) -> dict[str, Any]:
+        """What the kernels read: all experts, of the shared one as many `parts` as it has there, and the limit."""
+        shared = None
+        if parts and self.shared_experts is not None:
+            shared = self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight
+        stacked = {"gate_up": self._stack("gate_up_proj"), "down": self._stack("down_proj")}
+        return {**stacked, "shared": shared, "limit": self.config.swiglu_limit}
+
+    def _has_kernels(self, rows: Tensor) -> bool:
+        return len(rows) > 0 and runs_triton(rows, self.gate.weight) and not torch.is_grad_enabled() and self._is_plain
+
+    @property
+    def _is_plain(self) -> bool:
+        return all(type(linear) is Linear for expert in self.experts for linear in expert.children())
+
+    def join(self) -> None:
+        """Stack the experts now rather than with the first rows: see `join_weights`."""
+        if self._is_plain:
+            for name in ("gate_up_proj", "down_proj"):
+                self._stack(name)
+
+    def _sum_of_groups(
+        self, rows: Tensor, weights: Tensor, experts: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Group (row, choice) pairs by expert, `run` them, weight what comes out and sum it up."""
+        chosen = experts.shape[1]
+        numbers, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(numbers, torch.arange(self.config.num_experts, device=rows.device), right=True)
+        out = run(rows[order // chosen], numbers, ends)
+        out = out[order.argsort()].view(-1, chosen, rows.shape[1]) * weights[..., None].to(out.dtype)
+        return out.sum(1)
+
+    def _one_by_one(self, grouped: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG002 - as the other
+        """grouped [pairs, hidden], sorted by expert; numbers [pairs] of those; ends [experts] of each one's pairs."""
+        parts = torch.tensor_split(grouped, ends[:-1].cpu())
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
+
+    def _all_at_once(self, grouped: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+        """As `_one_by_one`, in three launches, and one for each bias."""
+        first, ends = self.experts[0], ends.to(torch.int32)
+        assert isinstance(first, SwiGLU)
+
+        def product(name: str, rows: Tensor) -> Tensor:
+            weight, bias = self._stack(name)
+            out = F.grouped_mm(rows, weight.mT, offs=ends)
+            return out if bias is None else out + bias[numbers]
+
+        return product("down_proj", first.gated(product("gate_up_proj", grouped)))
+
+    def _stack(self, name: str) -> Stacked:
+        """Return weight and bias of all experts, [experts, ...]; their own become views of it."""
+        if name not in self._stacked:
+            linears = [getattr(expert, name) for expert in self.experts]
+            shape = len(linears), linears[0].out_features
+            bias = join_rows(linears, "bias").view(shape) if self.config.bias else None
+            self._stacked[name] = join_rows(linears).view(*shape, -1), bias
+        return self._stacked[name]

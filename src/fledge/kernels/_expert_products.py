@@ -1,11 +1,16 @@
 """The kernels of `fledge.kernels.experts`, which tells how the work is cut.
 
-`choice` are weights and numbers of experts for all pairs or, with ROUTING, the logits of a lone row, their bias and a
-scale.
+`choice` are weights and numbers of experts for all pairs; with SORTED weights, the pairs sorted by expert and where
+those of each end; with ROUTING the logits of a lone row, their bias and a scale.
+
+`matrices` are all experts' weights, biases, a shared expert's weights; then scales and zero points where there are
+CODES, which `experts._codes_options` makes: kind, columns of a group (0: a scale for a row), whether there are zero
+points, assembly and its constraints.
 """
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in
 from fledge.kernels._triton import tl, triton
+from fledge.kernels.dequantize import decode
 from fledge.kernels.route import choose_experts
 
 
@@ -26,18 +31,23 @@ def _expert_of_program(experts_ptr, BY_PAIR: tl.constexpr, BLOCK_P: tl.constexpr
 
 
 @triton.jit
-def _pairs_of(expert, first, experts_ptr, pairs, TILE: tl.constexpr, BLOCK_P: tl.constexpr):
+def _pairs_of(expert, first, choice, pairs, SORTED: tl.constexpr, TILE: tl.constexpr, BLOCK_P: tl.constexpr):
     """TILE pairs of an expert from its `first` on (0 where there are fewer), whether there are, and how many it has."""
     place = first + tl.arange(0, TILE)
-    found = tl.zeros([TILE], tl.int32)
-    count = first * 0
-    for start in range(0, pairs, BLOCK_P):
-        pair = start + tl.arange(0, BLOCK_P)
-        has = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert
-        rank = count + tl.cumsum(has.to(tl.int32), axis=0) - 1
-        is_here = has[None, :] & (rank[None, :] == place[:, None])
-        found += tl.sum(tl.where(is_here, pair[None, :], 0), axis=1)
-        count += tl.sum(has.to(tl.int32), axis=0)
+    if SORTED:
+        begin = tl.load(choice[2] + expert - 1, mask=expert > 0, other=0)
+        count = tl.load(choice[2] + expert) - begin  # int32, as `first`; pairs themselves are int64
+        found = tl.load(choice[1] + begin + place, mask=place < count, other=0)
+    else:
+        found = tl.zeros([TILE], tl.int32)
+        count = first * 0
+        for start in range(0, pairs, BLOCK_P):
+            pair = start + tl.arange(0, BLOCK_P)
+            has = tl.load(choice[1] + pair, mask=pair < pairs, other=-1) == expert
+            rank = count + tl.cumsum(has.to(tl.int32), axis=0) - 1
+            is_here = has[None, :] & (rank[None, :] == place[:, None])
+            found += tl.sum(tl.where(is_here, pair[None, :], 0), axis=1)
+            count += tl.sum(has.to(tl.int32), axis=0)
     return found, place < count, count
 
 
@@ -54,6 +64,91 @@ def _product(weight_at, x_at, there, acc, SIZE: tl.constexpr, BLOCK_K: tl.conste
             weight = tl.load(weight_at[:, None] + (start + step)[None, :], mask=along, other=0.0)
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _coded_product(
+    matrices, row, x_at, there, TILE: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, CODES: tl.constexpr
+):
+    """[N, TILE]: as `_product`, of the rows `row` [N] of matrices in codes, BLOCK_K bytes of each in a step."""
+    group_size: tl.constexpr = CODES[1]
+    has_zeros: tl.constexpr = CODES[2]
+    halves: tl.constexpr = 2 if CODES[0] == "int4" or CODES[0] == "fp4" else 1
+    width: tl.constexpr = halves * BLOCK_K
+    length: tl.constexpr = SIZE // halves
+    groups: tl.constexpr = 1 if group_size == 0 else (SIZE + group_size - 1) // group_size
+    parts: tl.constexpr = 1 if group_size == 0 or group_size % width == 0 else width // group_size  # groups of a step
+    dtype: tl.constexpr = x_at.dtype.element_ty
+    codes_ptr, _, _, scales_ptr, zeros_ptr = matrices
+    byte = tl.arange(0, BLOCK_K)
+    column = tl.arange(0, width)
+    part = tl.arange(0, parts)
+    codes_at = codes_ptr + row[:, None] * length
+    group_at = row[:, None] * groups + part[None, :]
+    acc = tl.zeros([row.shape[0], TILE], tl.float32)
+    for start in range(0, length, BLOCK_K):
+        along = (halves * start + column < SIZE)[None, :]
+        x = tl.load(x_at[:, None] + (halves * start + column)[None, :], mask=there[:, None] & along, other=0.0)
+        if length % BLOCK_K == 0:
+            codes = tl.load(codes_at + (start + byte)[None, :])
+        else:
+            codes = tl.load(codes_at + (start + byte)[None, :], mask=(start + byte < length)[None, :], other=0)
+        low, high = _numbers(codes, dtype, CODES)
+        scale = 1.0
+        zero = 0.0
+        if group_size > 0:
+            group = halves * start // group_size
+            is_group = (group + part < groups)[None, :]
+            scale = tl.load(scales_ptr + group_at + group, mask=is_group, other=0.0).to(tl.float32)
+        if has_zeros:
+            if group_size > 0:
+                zero = tl.load(zeros_ptr + group_at + group, mask=is_group, other=0).to(tl.float32)
+            else:
+                zero = tl.load(zeros_ptr + group_at).to(tl.float32)
+        low = _in_groups(low, scale, zero, parts, has_zeros)
+        if halves == 1:
+            products = tl.dot(low, tl.trans(x), input_precision="ieee")
+        else:
+            high = _in_groups(high, scale, zero, parts, has_zeros)
+            even, odd = tl.split(tl.reshape(x, [TILE, BLOCK_K, 2]))
+            products = tl.dot(low, tl.trans(even), input_precision="ieee")
+            products = tl.dot(high, tl.trans(odd), products, input_precision="ieee")
+        if group_size > 0 and parts == 1:
+            products *= scale
+        acc += products
+    if group_size == 0:
+        acc *= tl.load(scales_ptr + group_at).to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _numbers(codes, DTYPE: tl.constexpr, CODES: tl.constexpr):
+    """Codes in bytes -> the numbers they stand for, exactly: (low halves, high halves), or twice the same."""
+    assembly: tl.constexpr = CODES[3]
+    constraints: tl.constexpr = CODES[4]
+    if assembly is None:
+        low, high = decode(codes, CODES[0])
+        return low.to(DTYPE), high.to(DTYPE)
+    if CODES[0] == "int4" or CODES[0] == "fp4":
+        both: tl.constexpr = (DTYPE.value, DTYPE.value)
+        return tl.inline_asm_elementwise(assembly, constraints, [codes], dtype=both, is_pure=True, pack=4)
+    whole = tl.inline_asm_elementwise(assembly, constraints, [codes], dtype=DTYPE.value, is_pure=True, pack=4)
+    return whole, whole
+
+
+@triton.jit
+def _in_groups(numbers, scale, zero, PARTS: tl.constexpr, ZEROS: tl.constexpr):
+    """Numbers [N, columns] less their zero points, exactly; of several groups, also times their scales, rounded."""
+    if PARTS == 1:
+        if ZEROS:
+            numbers -= zero.to(numbers.dtype)
+        return numbers
+    rows: tl.constexpr = numbers.shape[0]
+    columns: tl.constexpr = numbers.shape[1]
+    grouped = tl.reshape(numbers, [rows, PARTS, columns // PARTS]).to(tl.float32)
+    if ZEROS:
+        grouped -= zero[:, :, None]
+    return tl.reshape((grouped * scale[:, :, None]).to(numbers.dtype), [rows, columns])
 
 
 @triton.jit
@@ -82,6 +177,8 @@ def gate_up_kernel(
     LIMIT: tl.constexpr,
     BIAS: tl.constexpr,
     ROUTING: tl.constexpr,
+    CODES: tl.constexpr,
+    SORTED: tl.constexpr,
     BY_PAIR: tl.constexpr,
     BLOCK_P: tl.constexpr,
     TILE: tl.constexpr,
@@ -92,7 +189,7 @@ def gate_up_kernel(
     """Columns of gate * up for the pairs of one expert: out [pairs, SIZE]. With ROUTING there is one row."""
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
-    weight_ptr, bias_ptr, shared_ptr = matrices
+    weight_ptr, bias_ptr, shared_ptr = matrices[0], matrices[1], matrices[2]
     if ROUTING is None:
         expert = _expert_of_program(choice[1], BY_PAIR, BLOCK_P)
     else:
@@ -105,7 +202,8 @@ def gate_up_kernel(
     # Gate's rows, and then up's: one product.
     half = tl.arange(0, 2 * BLOCK_N) // BLOCK_N
     within = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, 2 * BLOCK_N) % BLOCK_N, SIZE - 1)
-    weight_at = weight_ptr + expert * (2 * SIZE * HIDDEN) + (half * SIZE + within) * HIDDEN
+    weight_row = expert * (2 * SIZE) + half * SIZE + within
+    weight_at = weight_ptr + weight_row * HIDDEN
     if SHARED > 0:  # chosen as a value: where control flow chooses, loads are not pipelined
         shared_at = shared_ptr + (expert - COUNT) * (SIZE * HIDDEN) + (half * SHARED + within) * HIDDEN
         weight_at = tl.where(expert >= COUNT, shared_at, weight_at)
@@ -114,12 +212,16 @@ def gate_up_kernel(
     first = pairs * 0
     while first < count:
         if ROUTING is None:
-            pair, there, count = _pairs_of(expert, first, choice[1], pairs, TILE, BLOCK_P)
+            pair, there, count = _pairs_of(expert, first, choice, pairs, SORTED, TILE, BLOCK_P)
         else:
             there = tl.arange(0, TILE) == 0
             pair = tl.where(there, tl.program_id(0), 0)
-        acc = tl.zeros([2 * BLOCK_N, TILE], tl.float32)
-        acc = _product(weight_at, x_ptr + (pair // CHOSEN) * HIDDEN, there, acc, HIDDEN, BLOCK_K)
+        x_at = x_ptr + (pair // CHOSEN) * HIDDEN
+        if CODES is None:
+            acc = tl.zeros([2 * BLOCK_N, TILE], tl.float32)
+            acc = _product(weight_at, x_at, there, acc, HIDDEN, BLOCK_K)
+        else:
+            acc = _coded_product(matrices, weight_row, x_at, there, TILE, HIDDEN, BLOCK_K, CODES)
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, TILE]), (1, 2, 0)))
         if BIAS:
             bias_at = bias_ptr + expert * (2 * SIZE) + column
@@ -143,6 +245,8 @@ def down_by_expert_kernel(
     SHARED: tl.constexpr,
     COUNT: tl.constexpr,
     BIAS: tl.constexpr,
+    CODES: tl.constexpr,
+    SORTED: tl.constexpr,
     BY_PAIR: tl.constexpr,
     BLOCK_P: tl.constexpr,
     TILE: tl.constexpr,
@@ -153,27 +257,30 @@ def down_by_expert_kernel(
     """Columns of the outputs of one expert for its pairs, each by its weight: out [pairs, HIDDEN] in float32."""
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
-    weights_ptr, experts_ptr = choice
-    weight_ptr, bias_ptr, shared_ptr = matrices
-    expert = _expert_of_program(experts_ptr, BY_PAIR, BLOCK_P)
+    weight_ptr, bias_ptr, shared_ptr = matrices[0], matrices[1], matrices[2]
+    expert = _expert_of_program(choice[1], BY_PAIR, BLOCK_P)
     if expert < 0:
         return
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < HIDDEN
     within = tl.minimum(column, HIDDEN - 1)
-    weight_at = weight_ptr + expert * (HIDDEN * SIZE) + within * SIZE
+    weight_row = expert * HIDDEN + within
+    weight_at = weight_ptr + weight_row * SIZE
     if SHARED > 0:
         shared_at = shared_ptr + (expert - COUNT) * SIZE + within * SHARED
         weight_at = tl.where(expert >= COUNT, shared_at, weight_at)
     count = pairs * 0 + 1
     first = pairs * 0
     while first < count:
-        pair, there, count = _pairs_of(expert, first, experts_ptr, pairs, TILE, BLOCK_P)
-        acc = tl.zeros([BLOCK_N, TILE], tl.float32)
-        acc = _product(weight_at, middle_ptr + pair * SIZE, there, acc, SIZE, BLOCK_K)
+        pair, there, count = _pairs_of(expert, first, choice, pairs, SORTED, TILE, BLOCK_P)
+        if CODES is None:
+            acc = tl.zeros([BLOCK_N, TILE], tl.float32)
+            acc = _product(weight_at, middle_ptr + pair * SIZE, there, acc, SIZE, BLOCK_K)
+        else:
+            acc = _coded_product(matrices, weight_row, middle_ptr + pair * SIZE, there, TILE, SIZE, BLOCK_K, CODES)
         if BIAS:
             acc += tl.load(bias_ptr + expert * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)[:, None]
-        acc *= tl.load(weights_ptr + pair, mask=there, other=0.0)[None, :]
+        acc *= tl.load(choice[0] + pair, mask=there, other=0.0)[None, :]
         at = out_ptr + pair.to(tl.int64)[None, :] * HIDDEN + column[:, None]
         tl.store(at, acc, mask=inside[:, None] & there[None, :])
         first += TILE
@@ -199,7 +306,7 @@ def down_by_row_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Columns of the sum over all experts of one row."""
-    weight_ptr, bias_ptr, shared_ptr = matrices
+    weight_ptr, bias_ptr, shared_ptr = matrices[0], matrices[1], matrices[2]
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_C)
     is_choice = place < CHOSEN

@@ -76,16 +76,22 @@ _FLOAT = """
 
 
 @functools.cache
-def fragment_assembly(kind: str, dtype: torch.dtype, *, zeros: bool) -> tuple[str, str]:
-    """Assembly and constraints for four bytes at a time: codes, then zero points of each half of a byte."""
+def fragment_assembly(kind: str, dtype: torch.dtype, *, zeros: bool, in_rows: bool = False) -> tuple[str, str]:
+    """Assembly and constraints for four bytes at a time: codes, then zero points of each half of a byte.
+
+    Codes are those of two rows in turns; `in_rows`: of one, so that numbers come out as the bytes lie.
+    """
     numbers, halves = _FORMATS[dtype], 1 if kind in ("int8", "fp8") else 2
     word, base = 2 * halves, numbers.base
+    source = "codes" if in_rows else f"${word}"
     lines = [
-        "{ .reg .b32 a, b, one, minus, offset, unit, nought;",
+        "{ .reg .b32 a, b, codes, one, minus, offset, unit, nought;",
         f"mov.b32 one, {_twice(numbers.one)}; mov.b32 minus, {_twice(_NEGATIVE | numbers.one)};",
         f"mov.b32 offset, {_twice(_NEGATIVE | base | 8)}; mov.b32 nought, {_twice(_NEGATIVE)};",
         f"mov.b32 unit, {_twice(numbers.units.get(kind, 0))};",
     ]
+    if in_rows:
+        lines.append(f"prmt.b32 codes, ${word}, 0, 0x3120;")  # the two bytes in the middle change places
     sign, top = (7, numbers.top) if kind == "fp8" else (3, numbers.top - 2)
     template = {"int4": _INT4, "int8": _INT8}.get(kind, _FLOAT)
     for half in range(halves):
@@ -98,8 +104,8 @@ def fragment_assembly(kind: str, dtype: torch.dtype, *, zeros: bool) -> tuple[st
                     out=out,
                     base=_twice(base),
                     minus_base=_twice(_NEGATIVE | base),
-                    sign=_moved("b", word, 15 - sign - right),
-                    shift=_moved("a", word, -right if integer else top - (sign - 1) - right),
+                    sign=_moved("b", source, 15 - sign - right),
+                    shift=_moved("a", source, -right if integer else top - (sign - 1) - right),
                     mask=_twice(((1 << sign) - 1) << (top - (sign - 1))),
                 )
             )
@@ -112,5 +118,5 @@ def _twice(bits: int) -> str:
     return f"0x{bits:04X}{bits:04X}"
 
 
-def _moved(to: str, word: int, left: int) -> str:
-    return f"shl.b32 {to}, ${word}, {left};" if left >= 0 else f"shr.b32 {to}, ${word}, {-left};"
+def _moved(to: str, source: str, left: int) -> str:
+    return f"shl.b32 {to}, {source}, {left};" if left >= 0 else f"shr.b32 {to}, {source}, {-left};"

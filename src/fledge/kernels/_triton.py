@@ -59,6 +59,11 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+def is_interpreted() -> bool:
+    """Whether kernels run under Triton's interpreter, which knows no assembly."""
+    return HAS_TRITON and bool(triton.knobs.runtime.interpret)
+
+
 def register_cpu_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
     """Let `kernels` run on CPUs, by the names of the public functions, as those call them; replaces earlier ones."""
     _cpu_kernels.clear()

@@ -78,7 +78,7 @@ def _kernel(
         codes = _in_rows(tl.load(strip + at, mask=at < BLOCK_N * LENGTH, other=0), BLOCK_K)
     else:
         codes = tl.load(codes_ptr + source * LENGTH + byte[None, :], mask=inside, other=0)
-    low, high = _decode(codes, KIND)
+    low, high = decode(codes, KIND)
     for half in tl.static_range(HALVES):
         column = byte if HALVES == 1 else byte // SPAN * (2 * SPAN) + byte % SPAN + half * SPAN
         group = source * ROW_STRIDE + (column // GROUP * GROUP_STRIDE)[None, :]
@@ -98,7 +98,7 @@ def _in_rows(codes, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _decode(codes, KIND: tl.constexpr):
+def decode(codes, KIND: tl.constexpr):
     """Codes in bytes -> the numbers they stand for: (low halves, high halves), or twice the same for whole bytes."""
     if KIND == "int8":
         whole = codes.to(tl.int8, bitcast=True).to(tl.float32)

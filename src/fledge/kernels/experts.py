@@ -1,9 +1,10 @@
-"""The chosen experts of a few rows, weighted and summed: what decoding and verifying do with a mixture of experts.
+"""The chosen experts of some rows, weighted and summed: what decoding and verifying do with a mixture of experts.
 
 Reading the experts is all the work, so a program has a piece of one expert and multiplies it with all the rows that
 chose it. A (row, choice) is a pair; a program finds the pairs of its expert by looking through all of them, so nothing
 is sorted and the host needs to know nothing. Grids are for as many experts as there can be: with fewer pairs than
-experts one for each pair, of which the first with an expert runs it for all, else one for each expert.
+experts one for each pair, of which the first with an expert runs it for all, else one for each expert. More than
+MANY_PAIRS are sorted by expert first.
 
     gate_up     pairs' x -> middle [pairs, size], by expert
     down        middle -> out. For a few rows by row, all its experts at once and summed; for more by expert, a part
@@ -14,26 +15,38 @@ A shared expert, which every row chooses, is here in parts of the size of the ot
 A lone row has no pairs to look through, and every program chooses experts anew from the router's logits: that takes
 less time than a launch. Programs of `down` choose, and read the first of their weights, while gate_up still runs.
 
-From some thousand pairs on it is a matter of arithmetic, not of reading: `layers/mlp.py` has torch's grouped product.
+Experts in codes (`QuantizedWeight`, all of a layer in one) lie as they are stored, row by row. Codes become numbers of
+x's dtype in registers, exactly; the scale of a group is applied to the sum of its products, in float32, or where a step
+has several groups to each number, which is rounded then. Where they say so, x and the middle are rounded to eight bits.
+
+From MANY_PAIRS on it is a matter of arithmetic, not of reading: of plain experts `layers/mlp.py` has torch's grouped
+product.
 
 Tolerance: gate and up are rounded to the dtype where torch would round them. The outputs of the experts are summed in
-float32 and rounded once, torch rounds each. A row's result does not depend on the other rows, as long as the way stays.
+float32 and rounded once, torch rounds each. A row's result does not depend on the other rows, as long as the way stays;
+nor, if it is asked to be `invariant`, on how many there are: sums have one order then, by expert. As in
+`invariant_linear` that takes matrix instructions of all shapes that add up alike.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fledge.kernels._expert_products import down_by_expert_kernel, down_by_row_kernel, gate_up_kernel, sum_kernel
+from fledge.kernels._fragments import fragment_assembly
 from fledge.kernels._overlap import overlapping
-from fledge.kernels._triton import next_power_of_two, triton
+from fledge.kernels._triton import capability, is_interpreted, next_power_of_two, triton
+from fledge.kernels.quantize_rows import quantize_rows
+from fledge.kernels.quantized_linear import QuantizedWeight
 from fledge.kernels.route import Routing, route
 
+MANY_PAIRS = 2048
 MOST_SCANNED = 512  # pairs that a program looks through at once
 
-Stacked = tuple[Tensor, Tensor | None]  # weight [experts, out, in] and bias [experts, out]
+# Weight [experts, out, in], or all rows of all experts in codes, [experts * out, in]; and bias [experts, out].
+Stacked = tuple[Tensor | QuantizedWeight, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,21 +70,38 @@ class ExpertsLaunch:
 
     gate_up: ProductLaunch
     down: ProductLaunch
-    by_row: bool  # down: the experts of a row at once
+    by_row: bool = False  # down: the experts of a row at once
+    most_rows: int = 32  # of x, that a program multiplies at once
+    is_sorted: bool = False  # pairs are, by expert
 
 
-def choose_launch(rows: int) -> ExpertsLaunch:
-    if rows <= 8:
+def choose_launch(pairs: int, rows: int, *, in_codes: bool = False, invariant: bool = False) -> ExpertsLaunch:
+    """Return how to cut the work. In codes and `invariant` no sum depends on it, but for the instructions' own order.
+
+    Those for codes and for many pairs are not from a sweep.
+    """
+    if pairs > MANY_PAIRS:
+        product = ProductLaunch(columns=64, step=64, num_stages=3, num_warps=8)
+        return ExpertsLaunch(gate_up=product, down=product, most_rows=128, is_sorted=True)
+    if in_codes:
+        product = ProductLaunch(columns=32 if rows <= 8 else 64, step=64, num_stages=4)
+        return ExpertsLaunch(gate_up=product, down=replace(product, columns=64))
+    if rows <= 8 and not invariant:
         return ExpertsLaunch(
             gate_up=ProductLaunch(columns=32, step=64, num_stages=5),
             down=ProductLaunch(columns=8, step=128, num_stages=3),
             by_row=True,
         )
     return ExpertsLaunch(
-        gate_up=ProductLaunch(columns=64, step=64, num_stages=5),
+        gate_up=ProductLaunch(columns=32 if rows <= 8 else 64, step=64, num_stages=5),
         down=ProductLaunch(columns=64, step=64, num_stages=3),
-        by_row=False,
     )
+
+
+def reads_codes(weight: QuantizedWeight) -> bool:
+    """Whether the kernels take such matrices: groups are whole steps or parts of one, columns in their own order."""
+    group, is_one_group = weight.group_size, weight.scales.shape[1] == 1
+    return weight.order is None and (is_one_group or group in (16, 32, 64) or group % 128 == 0)
 
 
 def few_experts(
@@ -83,15 +113,18 @@ def few_experts(
     limit: float | None = None,
     *,
     shared: tuple[Tensor, Tensor] | None = None,
+    invariant: bool = False,
     launch: ExpertsLaunch | None = None,
 ) -> Tensor:
     """Return for each row of x [rows, hidden] the sum over its `experts` [rows, chosen] of weight * down(gate * up).
 
     `limit` as in `SwiGLU`. `shared` are gate_up [2 * n * size, hidden] and down [hidden, n * size] of an expert n times
-    the size of the others, without biases: numbers from that of the experts on mean its n parts.
+    the size of the others, without biases: numbers from that of the experts on mean its n parts. Not beside codes.
     """
     choice, chosen = (weights.contiguous(), experts.contiguous()), experts.shape[1]
-    return _run(x, choice, chosen, {"ROUTING": None}, gate_up, down, limit, shared, launch or choose_launch(len(x)))
+    in_codes = isinstance(gate_up[0], QuantizedWeight)
+    launch = launch or choose_launch(experts.numel(), len(x), in_codes=in_codes, invariant=invariant)
+    return _run(x, choice, chosen, {"ROUTING": None}, gate_up, down, limit, shared, launch)
 
 
 def routed_experts(
@@ -104,13 +137,16 @@ def routed_experts(
     limit: float | None = None,
     *,
     shared: tuple[Tensor, Tensor] | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """As `few_experts` of those that `route` chooses by `logits` [rows, experts] and `bias`. Triton's only."""
-    if len(x) > 1 or routing.n_group > 1:  # groups are judged one after the other, and every program would do so
-        return few_experts(x, *route(logits, bias, routing), gate_up, down, limit, shared=shared)
+    is_lone = len(x) == 1 and routing.n_group == 1  # groups are judged in turns, and every program would do so
+    if not is_lone or invariant or isinstance(gate_up[0], QuantizedWeight):
+        weights, experts = route(logits, bias, routing)
+        return few_experts(x, weights, experts, gate_up, down, limit, shared=shared, invariant=invariant)
     choice = logits.contiguous(), logits if bias is None else bias, routing.scale
-    options = routing.options(logits.shape[1], is_biased=bias is not None)
-    return _run(x, choice, routing.chosen + routing.shared, options, gate_up, down, limit, shared, choose_launch(1))
+    options, chosen = routing.options(logits.shape[1], is_biased=bias is not None), routing.chosen + routing.shared
+    return _run(x, choice, chosen, options, gate_up, down, limit, shared, choose_launch(chosen, 1))
 
 
 def _run(
@@ -125,21 +161,29 @@ def _run(
     launch: ExpertsLaunch,
 ) -> Tensor:
     """`choice` are the weights and numbers of experts or, with `routing`, logits, their bias and the scale."""
-    x, (rows, hidden), (count, _, size) = x.contiguous(), x.shape, down[0].shape
+    rows, hidden = x.shape
+    count, size = _shape(down[0], hidden)
+    x = _rounded(x, gate_up[0]).contiguous()
     pairs = rows * chosen
     shared_size = 0 if shared is None else shared[1].shape[1]
     assert shared_size % size == 0
-    assert shared_size == 0 or (gate_up[1] is None and down[1] is None)
+    assert shared is None or (gate_up[1] is None and down[1] is None and isinstance(gate_up[0], Tensor))
     most = count + shared_size // size
+    if launch.is_sorted:
+        assert isinstance(choice[1], Tensor)
+        numbers, order = choice[1].flatten().sort(stable=True)
+        ends = torch.searchsorted(numbers, torch.arange(most, device=x.device), right=True, out_int32=True)
+        choice = choice[0], order, ends
     sizes = {"HIDDEN": hidden, "SIZE": size, "SHARED": shared_size, "COUNT": count}
     common: dict[str, Any] = {**sizes, **overlapping(x.device)}
     by_expert = {
-        "BY_PAIR": pairs <= most,
+        "SORTED": launch.is_sorted,
+        "BY_PAIR": pairs <= most and not launch.is_sorted,
         "BLOCK_P": min(MOST_SCANNED, max(16, next_power_of_two(pairs))),
-        "TILE": min(32, max(16, next_power_of_two(rows))),
+        "TILE": min(launch.most_rows, max(16, next_power_of_two(rows))),
     }
-    middle = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-    gate_up_kernel[(min(pairs, most), triton.cdiv(size, launch.gate_up.columns))](
+    middle, programs = torch.empty(pairs, size, dtype=x.dtype, device=x.device), pairs if by_expert["BY_PAIR"] else most
+    gate_up_kernel[(programs, triton.cdiv(size, launch.gate_up.columns))](
         x,
         choice,
         _matrices(gate_up, None if shared is None else shared[0]),
@@ -148,11 +192,13 @@ def _run(
         CHOSEN=chosen,
         LIMIT=limit,
         BIAS=gate_up[1] is not None,
+        CODES=_codes_options(gate_up[0], x.dtype),
         **routing,
         **by_expert,
         **launch.gate_up.options,
         **common,
     )
+    middle = _rounded(middle, down[0])
     out = torch.empty_like(x)
     matrices = _matrices(down, None if shared is None else shared[1])
     columns = triton.cdiv(hidden, launch.down.columns)
@@ -174,13 +220,14 @@ def _run(
         )
         return out
     parts = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    down_by_expert_kernel[(min(pairs, most), columns)](
+    down_by_expert_kernel[(programs, columns)](
         middle,
         choice,
         matrices,
         parts,
         pairs,
         BIAS=down[1] is not None,
+        CODES=_codes_options(down[0], x.dtype),
         **by_expert,
         **launch.down.options,
         **common,
@@ -190,6 +237,34 @@ def _run(
     return out
 
 
-def _matrices(stacked: Stacked, shared: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _shape(down: Tensor | QuantizedWeight, hidden: int) -> tuple[int, int]:
+    """How many experts there are, and the size of each."""
+    if isinstance(down, Tensor):
+        return down.shape[0], down.shape[2]
+    return len(down.scales) // hidden, down.columns
+
+
+def _rounded(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
+    """x [rows, size] as what the weight wants it to be multiplied as."""
+    if isinstance(weight, Tensor) or weight.activations is None:
+        return x
+    return quantize_rows(x, weight.input_scale).decoded()
+
+
+def _matrices(stacked: Stacked, shared: Tensor | None) -> tuple[Tensor, ...]:
     weight, bias = stacked
-    return weight, weight if bias is None else bias, weight if shared is None else shared
+    if isinstance(weight, Tensor):
+        return weight, weight if bias is None else bias, weight if shared is None else shared, weight, weight
+    codes = weight.codes.view(torch.uint8)
+    zeros = weight.scales if weight.zeros is None else weight.zeros
+    return codes, weight.scales if bias is None else bias, codes, weight.scales, zeros
+
+
+def _codes_options(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> tuple[object, ...] | None:
+    """CODES of the kernels; the assembly is for GPUs alone, where numbers of 16 bits are wanted."""
+    if isinstance(weight, Tensor):
+        return None
+    group = 0 if weight.scales.shape[1] == 1 else weight.group_size
+    has_assembly = dtype.itemsize == 2 and capability(weight.codes.device) >= (8, 0) and not is_interpreted()
+    assembly = fragment_assembly(weight.kind, dtype, zeros=False, in_rows=True) if has_assembly else (None, None)
+    return weight.kind, group, weight.zeros is not None, *assembly

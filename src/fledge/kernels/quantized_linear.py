@@ -189,10 +189,7 @@ def for_gpu(
     weight = replace(weight, scales=weight.scales.float().T.contiguous().T, zeros=zeros)
     rows, length = weight.codes.shape
     if weight.activations is not None and not invariant and multiplies_codes(weight.codes.device, dtype):
-        if weight.in_fragments:
-            codes = from_fragments(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
-            weight = replace(weight, codes=codes, in_fragments=False)
-        return weight
+        return replace(weight, codes=_stored_codes(weight), in_fragments=False)
     if weight.in_fragments or rows % TILE_ROWS or length % SPAN:
         return weight
     codes = weight.codes.view(torch.uint8)
@@ -201,6 +198,26 @@ def for_gpu(
         codes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
     counters(codes.device)  # before a graph is captured
     return replace(weight, codes=to_fragments(codes).view(weight.codes.dtype), in_fragments=True)
+
+
+def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
+    """The way back from `for_gpu`: rows one after the other, in as few bits as at first."""
+    return replace(
+        weight,
+        codes=_stored_codes(weight),
+        scales=in_fewest_bits(weight.scales).contiguous(),
+        zeros=None if weight.zeros is None else weight.zeros.to(torch.int8).contiguous(),
+        in_fragments=False,
+    )
+
+
+def _stored_codes(weight: QuantizedWeight) -> Tensor:
+    if not weight.in_fragments:
+        return weight.codes
+    codes = from_fragments(weight.codes.view(torch.uint8))
+    if BITS[weight.kind] == 4:
+        codes = pack_halves(_halves(codes, SPAN))
+    return codes.view(weight.codes.dtype)
 
 
 def _halves(codes: Tensor, span: int) -> Tensor:

@@ -64,6 +64,12 @@ def test_every_code_is_unpacked_exactly(kind: Kind, dtype: torch.dtype):
                 for position, byte in enumerate((row, row + 2)):
                     expected = values[:, byte, half] - zero[row] * with_zeros
                     assert torch.equal(_halves(out[2 * half + row], dtype)[position], expected), (half, row, position)
+    assembly, constraints = fragment_assembly(kind, dtype, zeros=False, in_rows=True)
+    assert constraints.endswith("r,r")
+    out = _run(assembly, given[:1], 2 * halves, dtype)
+    for half in range(halves):
+        numbers = [one for pair in range(2) for one in _halves(out[2 * half + pair], dtype)]
+        assert torch.equal(torch.stack(numbers, dim=1), values[:, :, half]), "in the order of bytes"
 
 
 def _halves(word: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -88,6 +94,9 @@ def _run(assembly: str, given: list[torch.Tensor], outputs: int, dtype: torch.dt
         match name:
             case "mov.b32":
                 result = a[0]
+            case "prmt.b32":
+                bytes_ = [a[half] >> 8 * i & 0xFF for half in range(2) for i in range(4)]
+                result = sum(bytes_[int(a[2]) >> 4 * i & 7] << 8 * i for i in range(4))
             case "and.b32":
                 result = a[0] & a[1]
             case "shr.b32":

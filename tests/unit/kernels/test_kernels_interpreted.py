@@ -12,6 +12,7 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
 from fledge.kernels.paged_attention import SplitLaunch
 from fledge.layers.config import LatentConfig
 from tests.unit.kernels import cases, code_cases, expert_cases, latent_cases
+from tests.unit.kernels.quantized_cases import KINDS
 
 CPU = "cpu"
 dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -79,6 +80,19 @@ def test_route(experts, chosen, options):
 def test_experts(rows, count, chosen, limit, dtype):
     """A lone row; by row and by expert, with fewer pairs than experts and with more; and the shared one's parts."""
     expert_cases.experts(rows, count, chosen, 72, 40, dtype, CPU, limit, parts=0 if limit else 2)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_experts_in_codes(case):
+    """Fewer pairs than experts, and more; columns of which a step, or a group, is not a part."""
+    expert_cases.coded_experts(2, 8, 2, 192, 128, case, torch.float16, CPU)
+    expert_cases.coded_experts(9, 3, 2, 128, 160 if case[1] in (16, 32) else 128, case, torch.float32, CPU, 0.7)
+
+
+@pytest.mark.parametrize("activations", ["token", "tensor"])
+def test_experts_in_codes_of_rows_in_codes(activations):
+    case = ("fp8", None, False)
+    expert_cases.coded_experts(3, 4, 2, 96, 64, case, torch.float16, CPU, activations=activations)
 
 
 @dtypes

@@ -28,6 +28,8 @@ from triton.runtime.driver import driver
 
 from fledge.kernels import _overlap, invariant_attention
 from fledge.kernels.dequantize import dequantize_rows_triton
+from fledge.kernels.experts import choose_launch as choose_experts_launch
+from fledge.kernels.experts import few_experts
 from fledge.kernels.fragment_linear import fragment_linear_triton
 from fledge.kernels.invariant_linear import choose_tiles, tiled_linear
 from fledge.kernels.quantize_rows import quantize_rows
@@ -88,6 +90,19 @@ def _dequantize(case: quantized_cases.Case) -> None:
         dequantize_rows_triton(weight, 0, rows, BF16)
 
 
+def _coded_experts(case: quantized_cases.Case, dtype: torch.dtype, hidden: int, size: int) -> None:
+    """Every launch for experts in codes: of a row, of some, of many."""
+    kind, group, with_zeros = case
+    given = {"with_zeros": with_zeros, "device": "meta", "is_stored": True}
+    gate_up = quantized_cases.quantized(kind, 8 * 2 * size, hidden, group, **given)
+    down = quantized_cases.quantized(kind, 8 * hidden, size, group, **given)
+    for rows, pairs in ((1, 4), (6, 24), (40, 160), (1000, 4000)):
+        x = torch.empty(rows, hidden, dtype=dtype, device="meta")
+        weights = torch.empty(rows, 4, device="meta")
+        launch = choose_experts_launch(pairs, rows, in_codes=True)
+        few_experts(x, weights, weights.long(), (gate_up, None), (down, None), launch=launch)
+
+
 def _codes(columns: int, size: int) -> None:
     """Every launch that an H200 has for codes with codes."""
     given = {"with_zeros": False, "device": "meta", "activations": "token"}
@@ -140,7 +155,9 @@ CASES: dict[str, Callable[[], None]] = {
 for case in quantized_cases.KINDS:
     for dtype in (BF16, torch.float16) if case in (("fp8", None, False), ("int4", 128, True)) else (BF16,):
         CASES[f"quantized_linear {case} {dtype}"] = partial(_fragments, case, dtype)
+        CASES[f"experts in codes {case} {dtype}"] = partial(_coded_experts, case, dtype, 2048, 768)
     CASES[f"dequantize {case}"] = partial(_dequantize, case)
+CASES["experts in codes of gpt-oss"] = partial(_coded_experts, ("fp4", 32, False), BF16, 2880, 2880)
 for norm in (False, True):
     CASES[f"rope_store {norm=}"] = partial(cases.rope_store, 18, 32, 8, 128, BF16, CPU, norm=norm)
 for head_dim in (64, 128):
@@ -242,6 +259,8 @@ def main(parts: list[str]) -> int:
         except Exception as error:
             failed += 1
             problem = f"FAILED: {error}"
+            while (error := error.__cause__ or error.__context__) is not None:  # from a kernel to what it calls
+                problem += f"\n{error}"
         print(f"{name}: {problem or ', '.join(dict.fromkeys(compiled))} ({time.time() - begin:.1f} s)", flush=True)
     return failed
 

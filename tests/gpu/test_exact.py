@@ -3,7 +3,7 @@
 Also runs as a script where pytest is not:  PYTHONPATH=src:. python tests/gpu/test_exact.py [part of a name ...]
 
 The bundled pair, or what FLEDGLING_DIR and DRAFTER_DIR name; and some hundred answers of a random pair whose weights
-are in fewer bits.
+are in fewer bits, or whose MLPs are experts.
 """
 
 import functools
@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from fledge.engine.engine import LLMEngine
 from fledge.engine.llm import LLM
 from fledge.engine.tokenizer import encode_chat
 from fledge.evaluation.workloads import load_workload
+from fledge.layers.config import ExpertsConfig
+from fledge.models.config import TargetConfig
 from tests.engine_cases import add_request
 from tests.gpu.script import run_checks
 from tests.gpu.test_engine import WIDE, agreeing_pair, on_gpu
@@ -126,10 +129,11 @@ def exact() -> None:
     assert count_different("without the mode", prompts, expected, depth=5) > 0, "the check cannot tell"
 
 
-def in_fewer_bits(width: Width) -> None:
-    """As `exact`, of a random pair that is wide enough for sums to be in several chains."""
-    target, drafter = on_gpu(*agreeing_pair(WIDE, strength=0.45), torch.bfloat16)
-    quantize_linears(target, width)
+def of_a_random_pair(width: Width | None, config: TargetConfig = WIDE) -> None:
+    """As `exact`, of a random pair that is wide enough for sums to be in several chains, in fewer bits or not."""
+    target, drafter = on_gpu(*agreeing_pair(config, strength=0.45), torch.bfloat16)
+    if width is not None:
+        quantize_linears(target, width)
     chance = random.Random(0)
     prompts = [[chance.randrange(WIDE.vocab_size) for _ in range(chance.randint(2, 120))] for _ in range(300)]
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
@@ -157,13 +161,20 @@ def in_fewer_bits(width: Width) -> None:
         begun = time.perf_counter()
         found = answers(prompts[:count], **options)
         wrong[name] = sum(one != other for one, other in zip(found, expected, strict=False))
-        print(f"  {width}, {name}: {wrong[name]} of {count} differ ({time.perf_counter() - begun:.1f} s)", flush=True)
+        print(
+            f"  {width or 'bfloat16'}, {name}: {wrong[name]} of {count} differ ({time.perf_counter() - begun:.1f} s)",
+            flush=True,
+        )
     assert wrong.pop(name) > 0, "the check cannot tell"
     assert not any(wrong.values()), wrong
 
 
 for width in ("fp8", "int4", "fp8-block", "fp8-dynamic"):
-    CHECKS[f"exact_in_{width}"] = functools.partial(in_fewer_bits, width)
+    CHECKS[f"exact_in_{width}"] = functools.partial(of_a_random_pair, width)
+EXPERTS = ExpertsConfig(num_experts=16, num_experts_per_token=4, intermediate_size=512)
+MIXTURE = replace(WIDE, layer=replace(WIDE.layer, experts=EXPERTS))
+for width in (None, "int4", "fp8-block", "fp8-dynamic"):
+    CHECKS[f"exact_experts_in_{width or 'bfloat16'}"] = functools.partial(of_a_random_pair, width, MIXTURE)
 
 
 if "pytest" in sys.modules:

@@ -395,6 +395,17 @@ def experts() -> None:
 
 
 @check
+def experts_in_codes() -> None:
+    for case in quantized_cases.KINDS:
+        for rows in (1, 6, 40):
+            expert_cases.coded_experts(rows, 16, 4, 1024, 384, case, BF16, GPU)
+        expert_cases.coded_experts(20, 16, 4, 1024, 384, case, torch.float16, GPU, 1.5)
+    expert_cases.coded_experts(3, 8, 4, 2880, 2880, ("fp4", 32, False), BF16, GPU, 7.0)
+    for activations in ("token", "tensor"):
+        expert_cases.coded_experts(20, 16, 4, 1024, 384, ("fp8", None, False), BF16, GPU, activations=activations)
+
+
+@check
 @torch.no_grad()
 def experts_can_be_captured() -> None:
     """As one expert after the other."""

@@ -46,16 +46,12 @@ def make_pair(name: str, dtype: torch.dtype, device: torch.device) -> Pair:
 def quantize_linears(model: TargetModel | Drafter, width: Width) -> None:
     """Round the matrices of the layers to fewer bits where they are.
 
-    Experts, their routers and `kv_b_proj`, which is read as a matrix, stay.
+    Routers of experts and `kv_b_proj`, which is read as a matrix, stay.
     """
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
     for name, module in list(layers.named_modules()):
-        if (
-            isinstance(module, Linear)
-            and name.endswith("_proj")
-            and not (".experts." in name or name.endswith("kv_b_proj"))
-        ):
+        if isinstance(module, Linear) and name.endswith("_proj") and not name.endswith("kv_b_proj"):
             if width == "fp8-block" and any(size % 128 for size in module.weight.shape):
                 raise ConfigError(f"--quantize fp8-block: {name} is {list(module.weight.shape)}, no multiples of 128")
             parent, _, own = name.rpartition(".")

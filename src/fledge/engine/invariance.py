@@ -5,8 +5,9 @@ in the prefix cache, whether the request was preempted: none of it changes what 
 greedy answers are the same with and without speculation, and in any batch. The drafter is left as it is: it proposes.
 
 On a GPU linear layers and attention have kernels of their own for that (`kernels/invariant_linear.py`,
-`kernels/invariant_attention.py`), or launches for weights in fewer bits (`kernels/fragment_linear.py`); norms,
-rotation, gates and sampling see to one row at a time anyway. On a CPU the C layers compute that way always.
+`kernels/invariant_attention.py`), or launches for weights in fewer bits (`kernels/fragment_linear.py`) and for experts
+(`kernels/experts.py`); norms, rotation, gates and sampling see to one row at a time anyway. On a CPU the C layers
+compute that way always.
 
 The kernels rely on how a GPU adds up within a matrix instruction, which nobody promises. So an engine tries it first.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from fledge.errors import ConfigError
 from fledge.kernels import invariant_attention as attention
 from fledge.kernels._triton import HAS_TRITON
+from fledge.kernels.experts import MANY_PAIRS
 from fledge.kernels.invariant_linear import ALIGNED, invariant_linear
 from fledge.kernels.paged_attention import WIDE_HEAD
 from fledge.kernels.quantized_linear import quantized_linear
@@ -27,8 +29,6 @@ from fledge.layers.mlp import SparseMLP
 from fledge.layers.quantized import QuantizedLinear
 from fledge.models.target.decoder import TargetModel
 from fledge.native.decoder import NativeTarget
-
-_EXPERTS = "not for a mixture of experts, whose sums depend on who shares an expert"
 
 
 def set_batch_invariant(target: TargetModel, wanted: bool, *, drafts_trees: bool = False) -> None:
@@ -45,7 +45,7 @@ def set_batch_invariant(target: TargetModel, wanted: bool, *, drafts_trees: bool
 
 def _set(target: TargetModel, wanted: bool) -> None:
     for module in target.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | SparseMLP):
             module.batch_invariant = wanted
         if isinstance(module, QuantizedLinear):
             module.compute_invariantly(wanted)
@@ -58,14 +58,15 @@ def _obstacle(target: TargetModel, weight: Tensor, drafts_trees: bool) -> str | 
             return "on a CPU not for draft trees, whose nodes lie in another order than a chain's"
         if isinstance(target, NativeTarget):
             return None
-        has_experts = any(isinstance(module, SparseMLP) for module in modules)
-        return _EXPERTS if has_experts else "on a CPU it takes the C layers, and they do not run here"
+        if any(isinstance(module, SparseMLP) for module in modules):
+            return "on a CPU not for a mixture of experts, whose sums depend there on who shares an expert"
+        return "on a CPU it takes the C layers, and they do not run here"
     if not HAS_TRITON:
         return "it takes Triton, which is not installed"
     if weight.element_size() != 2:
         return f"on a GPU it takes bfloat16 or float16, and this target is {str(weight.dtype).removeprefix('torch.')}"
-    if any(isinstance(module, SparseMLP) for module in modules):
-        return _EXPERTS
+    if any(isinstance(module, SparseMLP) and not module.has_kernels for module in modules):
+        return "not for experts that are not all stored alike, or whose columns have an order of their own"
     if target.config.layer.latent is not None or target.config.layer.head_dim > WIDE_HEAD:
         return "not for latent attention, nor for heads wider than 256"
     linears = [module for module in modules if isinstance(module, Linear | QuantizedLinear)]
@@ -74,22 +75,27 @@ def _obstacle(target: TargetModel, weight: Tensor, drafts_trees: bool) -> str | 
     return None
 
 
-def _one_of_each(target: TargetModel) -> Iterable[Linear | QuantizedLinear]:
-    """A linear layer with plain weights, and one of each way in which others are stored."""
-    found: dict[object, Linear | QuantizedLinear] = {}
+def _one_of_each(target: TargetModel) -> Iterable[Linear | QuantizedLinear | SparseMLP]:
+    """A linear layer with plain weights, one of each way in which others are stored, and experts."""
+    found: dict[object, Linear | QuantizedLinear | SparseMLP] = {}
     for module in target.modules():
         if isinstance(module, Linear):
-            found.setdefault(None, module)
-        if isinstance(module, QuantizedLinear):
+            found.setdefault(Linear, module)
+        if isinstance(module, QuantizedLinear) and not module.is_joined:
             layout = module.kind, module.group_size, module.zeros is None, module.order is None, module.activations
             found.setdefault(layout, module)
+        if isinstance(module, SparseMLP):
+            found.setdefault(SparseMLP, module)
     return found.values()
 
 
-def _product(module: Linear | QuantizedLinear, rows: Tensor) -> Tensor:
+def _product(module: Linear | QuantizedLinear | SparseMLP, rows: Tensor) -> Tensor:
     if isinstance(module, Linear):
         return invariant_linear(rows, module.weight)
-    return quantized_linear(rows, module.quantized, invariant=True)
+    if isinstance(module, QuantizedLinear):
+        return quantized_linear(rows, module.quantized, invariant=True)
+    mixed: Tensor = module(rows)
+    return mixed
 
 
 def differing(target: TargetModel) -> str | None:
@@ -101,7 +107,7 @@ def differing(target: TargetModel) -> str | None:
         return torch.randn(shape, dtype=weight.dtype, device=weight.device, generator=generator)
 
     for module in _one_of_each(target):
-        rows = numbers(300, module.in_features)
+        rows = numbers(MANY_PAIRS + 1 if isinstance(module, SparseMLP) else 300, module.in_features)
         product = _product(module, rows)
         if any(not torch.equal(_product(module, rows[:count]), product[:count]) for count in (1, 20, 70)):
             return "a row of a product"

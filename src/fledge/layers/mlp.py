@@ -8,15 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.kernels._triton import runs_triton
-from fledge.kernels.experts import Stacked, few_experts, routed_experts
+from fledge.kernels.experts import MANY_PAIRS, Stacked, few_experts, reads_codes, routed_experts
 from fledge.kernels.quantize_rows import CodedRows
+from fledge.kernels.quantized_linear import QuantizedWeight
 from fledge.kernels.route import Routing, add_norm_router, route
 from fledge.kernels.swiglu import coded_swiglu, swiglu
 from fledge.layers.config import Activation, ExpertsConfig
 from fledge.layers.linear import Linear, RMSNorm, join_rows
+from fledge.layers.quantized import QuantizedLinear, join_quantized
 
+PROJECTIONS = "gate_up_proj", "down_proj"
 CLAMPED_SLOPE = 1.702  # of gpt-oss's gate, which is all but a GELU
-MANY_PAIRS = 2048  # of rows and experts: with more, torch's grouped product is faster than reading experts by tiles
 
 
 class SwiGLU(nn.Module):
@@ -70,9 +72,11 @@ class SparseMLP(nn.Module):
     GPU kernels do it without a look, so that a round can be captured.
     """
 
+    batch_invariant = False  # on a GPU: a row has the same bits in whatever company
+
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.in_features = config, hidden_size
         self.gate = Linear(hidden_size, config.num_experts, bias=config.bias)
         is_biased = config.scoring_func == "sigmoid"
         self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts)) if is_biased else None
@@ -82,11 +86,11 @@ class SparseMLP(nn.Module):
         )
         self.shared_experts = SwiGLU(hidden_size, config.shared_size) if config.shared_size else None
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
-        self._stacked: dict[str, Stacked] = {}
+        self._stacked: dict[str, Stacked | None] = {}
 
     def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (self(norm(x + residual)), x + residual), with the router's product as part of the norm."""
-        if type(norm) is not RMSNorm or type(self.gate) is not Linear:
+        if type(norm) is not RMSNorm or type(self.gate) is not Linear or self.batch_invariant:
             normed, total = norm.add(x, residual)
             return self(normed), total
         rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
@@ -97,9 +101,10 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
         """[*lead, hidden] -> [*lead, hidden]. `logits` [rows, experts]: of the router, where it has been asked."""
         rows, config = x.reshape(-1, x.shape[-1]), self.config
-        has_kernels = self._has_kernels(rows)
+        has_kernels = len(rows) > 0 and runs_triton(rows) and not torch.is_grad_enabled() and self.has_kernels
         # With many rows it is a matter of arithmetic, which torch's grouped product is better at.
         is_many = rows.dtype == torch.bfloat16 and len(rows) * config.num_experts_per_token > MANY_PAIRS
+        is_many = is_many and self._is_plain and not self.batch_invariant
         # Kernels take a shared expert along as some more of the others.
         parts = self._shared_parts if has_kernels and not is_many else 0
         logits = self.gate(rows) if logits is None else logits
@@ -141,31 +146,33 @@ class SparseMLP(nn.Module):
         is_alike = (
             self.shared_experts is not None
             and all(type(linear) is Linear for linear in self.shared_experts.children())
+            and self._is_plain
             and not (config.shared_gate or config.weighted_inputs or config.bias or config.swiglu_limit)
             and config.shared_size % config.intermediate_size == 0
         )
         return config.shared_size // config.intermediate_size if is_alike else 0
 
     def _matrices(self, parts: int) -> dict[str, Any]:
-        """What the kernels read: all experts, of the shared one as many `parts` as it has there, and the limit."""
+        """What the kernels read: all experts, of the shared one as many `parts` as it has there, and how to compute."""
         shared = None
         if parts and self.shared_experts is not None:
             shared = self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight
-        stacked = {"gate_up": self._stack("gate_up_proj"), "down": self._stack("down_proj")}
-        return {**stacked, "shared": shared, "limit": self.config.swiglu_limit}
+        options = {"shared": shared, "limit": self.config.swiglu_limit, "invariant": self.batch_invariant}
+        return {"gate_up": self._stack("gate_up_proj"), "down": self._stack("down_proj"), **options}
 
-    def _has_kernels(self, rows: Tensor) -> bool:
-        return len(rows) > 0 and runs_triton(rows, self.gate.weight) and not torch.is_grad_enabled() and self._is_plain
+    @property
+    def has_kernels(self) -> bool:
+        """Whether a GPU's kernels take the experts, all at once; laid as these read them when it is asked first."""
+        return all(self._stack(name) is not None for name in PROJECTIONS)
 
     @property
     def _is_plain(self) -> bool:
-        return all(type(linear) is Linear for expert in self.experts for linear in expert.children())
+        return all(type(getattr(expert, name)) is Linear for expert in self.experts for name in PROJECTIONS)
 
     def join(self) -> None:
         """Stack the experts now rather than with the first rows: see `join_weights`."""
-        if self._is_plain:
-            for name in ("gate_up_proj", "down_proj"):
-                self._stack(name)
+        for name in PROJECTIONS:
+            self._stack(name)
 
     def _sum_of_groups(
         self, rows: Tensor, weights: Tensor, experts: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -189,17 +196,25 @@ class SparseMLP(nn.Module):
         assert isinstance(first, SwiGLU)
 
         def product(name: str, rows: Tensor) -> Tensor:
-            weight, bias = self._stack(name)
+            stacked = self._stack(name)
+            assert stacked is not None
+            weight, bias = stacked
+            assert isinstance(weight, Tensor)
             out = F.grouped_mm(rows, weight.mT, offs=ends)
             return out if bias is None else out + bias[numbers]
 
         return product("down_proj", first.gated(product("gate_up_proj", grouped)))
 
-    def _stack(self, name: str) -> Stacked:
-        """Return weight and bias of all experts, [experts, ...]; their own become views of it."""
+    def _stack(self, name: str) -> Stacked | None:
+        """Return weight and bias of all experts, of which their own become views; None: kernels do not take them."""
         if name not in self._stacked:
             linears = [getattr(expert, name) for expert in self.experts]
             shape = len(linears), linears[0].out_features
-            bias = join_rows(linears, "bias").view(shape) if self.config.bias else None
-            self._stacked[name] = join_rows(linears).view(*shape, -1), bias
+            weight: Tensor | QuantizedWeight | None = None
+            if all(type(linear) is Linear for linear in linears):
+                weight = join_rows(linears).view(*shape, -1)
+            elif all(type(linear) is QuantizedLinear and reads_codes(linear.quantized) for linear in linears):
+                weight = join_quantized(linears)
+            bias = join_rows(linears, "bias").view(shape) if self.config.bias and weight is not None else None
+            self._stacked[name] = None if weight is None else (weight, bias)
         return self._stacked[name]

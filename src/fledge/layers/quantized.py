@@ -1,10 +1,19 @@
 """A linear layer whose matrix is in eight or four bits. It takes the place of a `Linear` of a loaded model."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from fledge.kernels.quantize_rows import CodedRows
-from fledge.kernels.quantized_linear import QuantizedWeight, dequantize, for_gpu, quantized_linear
+from fledge.kernels.quantized_linear import (
+    QuantizedWeight,
+    as_stored,
+    dequantize,
+    for_gpu,
+    join_rows,
+    quantized_linear,
+)
 
 
 class QuantizedLinear(nn.Module):
@@ -20,6 +29,7 @@ class QuantizedLinear(nn.Module):
     input_scale: Tensor | None
     bias: Tensor | None
     batch_invariant = False  # as a `Linear`'s; set by `compute_invariantly`
+    is_joined = False  # its rows are some of those of a larger matrix: see `join_quantized`
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,8 +46,9 @@ class QuantizedLinear(nn.Module):
     def compute_invariantly(self, wanted: bool) -> None:
         """On a GPU: let a row have the same bits in whatever company, and the codes lie as suits that."""
         self.batch_invariant = wanted
-        laid = for_gpu(self.quantized, self.dtype, invariant=wanted) if self.codes.is_cuda else self.quantized
-        self.codes, self.in_fragments = laid.codes, laid.in_fragments
+        if self.codes.is_cuda and not self.is_joined:
+            laid = for_gpu(self.quantized, self.dtype, invariant=wanted)
+            self.codes, self.in_fragments = laid.codes, laid.in_fragments
 
     @property
     def quantized(self) -> QuantizedWeight:
@@ -64,3 +75,21 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
+
+
+def join_quantized(linears: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
+    """As `linear.join_rows`: all rows of several matrices, as stored; None where they have not the same layout.
+
+    Those that have are views of it then, and round x by one scale if they have scales for it.
+    """
+    joined = join_rows([as_stored(one.quantized) for one in linears])
+    if joined is None:
+        return None
+    first = 0
+    for linear in linears:
+        rows = slice(first, first := first + linear.out_features)
+        linear.is_joined, linear.in_fragments = True, False
+        linear.codes, linear.scales = joined.codes[rows], joined.scales[rows]
+        linear.zeros = None if joined.zeros is None else joined.zeros[rows]
+        linear.input_scale = joined.input_scale
+    return joined

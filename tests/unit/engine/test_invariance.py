@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fledge.bench.rounds import quantize_linears
+from fledge.checkpoints.quantize import quantized_weight
 from fledge.engine import invariance
 from fledge.engine.config import EngineConfig
 from fledge.errors import ConfigError
@@ -16,14 +17,18 @@ from fledge.layers.quantized import QuantizedLinear
 from tests.tiny_models import TARGET_CONFIGS, TINY_LAYER, TINY_TARGET, make_target
 
 
-def refusal(config=TINY_TARGET, *, device="cuda", dtype=torch.bfloat16, triton=True, trees=False) -> str:
+def refusal(config=TINY_TARGET, *, device="cuda", dtype=torch.bfloat16, triton=True, trees=False, unlike=False) -> str:
+    target = make_target(config)
+    if unlike:
+        expert = target.layers[0].mlp.experts[1]
+        expert.down_proj = QuantizedLinear(quantized_weight(expert.down_proj.weight, "int8"), None, dtype)
     weight = SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, element_size=lambda: dtype.itemsize)
     with (
         mock.patch.object(invariance, "compute_weight", return_value=weight),
         mock.patch.object(invariance, "HAS_TRITON", triton),
         pytest.raises(ConfigError) as refused,
     ):
-        invariance.set_batch_invariant(make_target(config), True, drafts_trees=trees)
+        invariance.set_batch_invariant(target, True, drafts_trees=trees)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -35,7 +40,8 @@ def test_what_cannot_compute_so_is_refused():
     assert "mixture of experts" in refusal(TARGET_CONFIGS["gpt-oss"], device="cpu")
     assert "Triton" in refusal(triton=False)
     assert "this target is float32" in refusal(dtype=torch.float32)
-    assert "mixture of experts" in refusal(TARGET_CONFIGS["gpt-oss"])
+    assert "experts that are not all stored alike" in refusal(TARGET_CONFIGS["gpt-oss"], unlike=True)
+    assert "latent attention" in refusal(TARGET_CONFIGS["deepseek-v2"])
     assert "no multiple of 16 bytes" in refusal(odd)
     with mock.patch.object(invariance, "differing", return_value="a query"):
         assert "on this GPU a query has other bits among others than alone" in refusal()

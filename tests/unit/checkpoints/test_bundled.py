@@ -29,6 +29,8 @@ def test_each_has_a_card(name: str) -> None:
     text = (resolve(name) / "README.md").read_text(encoding="utf-8")
     assert text.startswith("---\n")
     assert "license" in text.split("---")[1]
+    prose = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+    assert re.findall(r"\{[^}]*\}", prose) == [], "what a template was to fill in"
 
 
 @pytest.mark.parametrize(("variant", "name"), DRAFTERS.items())

@@ -232,7 +232,7 @@ def shares_words(text: str, reserved: set[tuple[str, ...]], length: int = 13) ->
 def reserved_sequences(folder: Path | None, length: int = 13) -> set[tuple[str, ...]]:
     """The sequences of `length` words of every prompt in the evaluation files; no training text may share one."""
     sequences: set[tuple[str, ...]] = set()
-    for path in sorted(folder.glob("*.jsonl")) if folder else []:
+    for path in sorted(folder.glob("*.jsonl*")) if folder else []:
         for record in jsonlines.read(path):
             for message in record.get("messages", []):
                 sequences.update(word_sequences(message["content"], length))

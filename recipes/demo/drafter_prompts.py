@@ -141,6 +141,9 @@ def write_prompts(
     With a `made_count` so many are made of topics and so many of code, half as many of pages, a fifth of crossed tasks,
     and others as there are problems and conversations to make them of.
     """
+    reserved = sorted(evaluation.glob("*.jsonl*")) if evaluation else []
+    if evaluation and not reserved:
+        jsonlines.fail(f"{evaluation}: no *.jsonl and no *.jsonl.xz to keep out are there")
     rng, prompts = random.Random(seed), []
     talks = [record for path in conversations for record in jsonlines.read(path)]
     for record in talks:
@@ -151,8 +154,7 @@ def write_prompts(
     for count, sizes in ((long_count, LONG), (short_count, SHORT)):
         prompts += document_prompts(read, count, sizes, rng)
     if made_count:
-        files = sorted(evaluation.glob("*.jsonl")) if evaluation else []
-        shares = made_prompts.kept_out(record for path in files for record in jsonlines.read(path))
+        shares = made_prompts.kept_out(record for path in reserved for record in jsonlines.read(path))
         code = [record for record in read if record["source"].startswith("code")]
         requests = code_prompts(code, made_count, rng)
         new = made_prompts.made(

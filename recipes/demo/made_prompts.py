@@ -280,6 +280,8 @@ def pages(documents: list[list[str]], count: int, rng: random.Random) -> Iterato
 
 def is_task(messages: Messages) -> bool:
     """Whether an instruction and its input stand apart, and neither is out of the ordinary."""
+    if len(messages) < 2:
+        return False
     first, second = messages[0], messages[1]
     return first["role"] == "system" and len(first["content"]) > INSTRUCTION and len(second["content"]) < 1_500
 
@@ -343,10 +345,10 @@ def made(
 
 
 def kept_out(records: Iterable[jsonlines.Record]) -> Callable[[jsonlines.Record], bool]:
-    """Return what says whether a prompt begins as one of these does, or shares 13 words in a row with any of them."""
+    """Return what says whether a message is one of these, word for word, or shares 13 words in a row with any."""
     requests, reserved = set[tuple[str, ...]](), set[tuple[str, ...]]()
     for record in records:
-        for message in record["messages"]:
+        for message in record.get("messages", []):
             requests.add(tuple(WORD.findall(message["content"].lower())))
             reserved.update(word_sequences(message["content"]))
 

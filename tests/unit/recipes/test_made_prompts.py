@@ -5,7 +5,9 @@ import random
 import re
 from pathlib import Path
 
-from recipes.demo import code_prompts, drafter_prompts, jsonlines, made_prompts
+import pytest
+
+from recipes.demo import code_files, code_prompts, drafter_prompts, jsonlines, made_prompts
 
 PROBLEM = "Tom has 12 apples and 1 pear. In 1999 Tom gave 300 apples to Ann. How many has Tom?"
 CODE = '''import re
@@ -63,6 +65,7 @@ def test_every_kind_is_made_and_what_an_evaluation_asks_is_left_out() -> None:
         {"messages": [{"role": "system", "content": long}, user("An input")], "source": "natural-instructions/x"},
         {"messages": turns, "source": "schema-guided-dialogue"},
         {"messages": [], "source": "gsm8k-train"},
+        {"messages": [user("alone")], "source": "natural-instructions/x"},
     ]
     documents = [{"text": "# Kites\n\n## How to fly one\n"}, {"text": "They saw the edge of the forest and went on."}]
     counts = {"topic_count": 20, "page_count": 10, "crossed_count": 4, "problem_copies": 3, "most_turns": 2}
@@ -103,7 +106,27 @@ def test_made_prompts_join_the_others(tmp_path: Path) -> None:
     documents = [{"text": CODE, "source": "code/x"}, {"text": "# Kites\n\n## How to fly one\n", "source": "mdn"}]
     jsonlines.write(tmp_path / "docs.jsonl", documents)
     paths = [tmp_path / "chat.jsonl"], [tmp_path / "docs.jsonl"], tmp_path / "out"
-    drafter_prompts.write_prompts(*paths, long_count=0, short_count=0, made_count=40, evaluation=tmp_path / "none")
+    drafter_prompts.write_prompts(*paths, long_count=0, short_count=0, made_count=40)
     records = list(jsonlines.read(tmp_path / "out"))
     assert len({str(record["messages"]) for record in records}) == len(records)  # none is there twice
     assert {"made-code", "topics", "pages"} <= {record["category"] for record in records}
+
+
+def test_evaluation_prompts_are_kept_out_plain_or_packed(tmp_path: Path) -> None:
+    jsonlines.write(tmp_path / "chat.jsonl", [{"messages": [user("hello")], "source": "x"}])
+    jsonlines.write(tmp_path / "docs.jsonl", [{"text": "# Kites\n\n## How to fly one\n", "source": "mdn"}])
+    paths = [tmp_path / "chat.jsonl"], [tmp_path / "docs.jsonl"], tmp_path / "out"
+    counts = {"long_count": 0, "short_count": 0, "made_count": 40}
+    drafter_prompts.write_prompts(*paths, **counts)
+    made = [record for record in jsonlines.read(tmp_path / "out") if record["category"] == "topics"]
+    asked = next(record for record in made if len(record["messages"][0]["content"]) > 20)
+    other = {"prompt": "of another layout"}
+    for name in ("sets.jsonl", "sets.jsonl.xz"):
+        jsonlines.write(tmp_path / name / name, [other, {"messages": asked["messages"], "id": "1", "category": "a"}])
+        drafter_prompts.write_prompts(*paths, **counts, evaluation=tmp_path / name)
+        assert code_files.reserved_sequences(tmp_path / name, 3)
+        kept = [record["messages"] for record in jsonlines.read(tmp_path / "out")]
+        assert kept
+        assert asked["messages"] not in kept
+    with pytest.raises(SystemExit, match=r"none: no \*\.jsonl and no \*\.jsonl\.xz"):
+        drafter_prompts.write_prompts(*paths, **counts, evaluation=tmp_path / "none")

@@ -299,8 +299,11 @@ def test_one_line_for_each_request_without_its_content(
     http.post(CHAT, json={**body, "stream": True})
     http.post(CHAT, json={**body, "temperature": secret})
     serving.until_idle()
-    time.sleep(0.1)  # a stream's line comes after its last byte
-    lines = [record.fields for record in caplog.records if record.name == "fledge.request"]  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 10
+    lines: list[dict[str, Any]] = []
+    while len(lines) < 3 and time.monotonic() < deadline:  # a stream's line comes after its last byte
+        time.sleep(0.01)
+        lines = [record.fields for record in caplog.records if record.name == "fledge.request"]  # type: ignore[attr-defined]
     assert len(lines) == 3
     whole, streamed, wrong = sorted(lines, key=lambda line: (line["status"], line["stream"]))
     assert whole["id"] == answer.json()["id"] == answer.headers["x-request-id"]

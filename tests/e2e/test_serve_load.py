@@ -110,7 +110,9 @@ def test_a_client_that_goes_ends_its_request_within_a_round(serving: Serving, st
         if stream:
             await reader.readuntil(b"data:")
         else:
-            await asyncio.sleep(0.05)
+            deadline = time.monotonic() + 10
+            while not serving.in_engine(lambda engine: engine.has_unfinished) and time.monotonic() < deadline:
+                await asyncio.sleep(0.005)
         writer.transport.abort()
 
     asyncio.run(go())

@@ -4,6 +4,7 @@ import logging
 import random
 import re
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -201,20 +202,26 @@ def test_without_a_baseline_the_page_says_so_and_the_metric_is_absent():
 
 
 def test_watching_is_brief():
-    """A hundred microseconds a request; the limits leave room for a busy machine."""
+    """A hundred microseconds a request; the best of several tries, since others may have the core in between."""
     traffic = Traffic()
-    traffic.send(100, depth=5)
     watch = traffic.watch
-    assert watch.spent / 100 < 1e-3
+    spent = [0.0]
+    for _ in range(5):
+        traffic.send(100, depth=5)
+        spent.append(watch.spent)
+    assert min(after - before for before, after in pairwise(spent)) / 100 < 1e-3
     watch.spent = 100.0
     traffic.send(1)
     assert watch.spent == 100.0, "more than its share: this one is left out"
     watch.started -= 9901
     traffic.send(1)
     assert watch.spent > 100.0
-    began = time.perf_counter()
-    traffic.check()
-    assert time.perf_counter() - began < 0.02
+    checks = []
+    for _ in range(5):
+        began = time.perf_counter()
+        traffic.check()
+        checks.append(time.perf_counter() - began)
+    assert min(checks) < 0.02
 
 
 @pytest.mark.parametrize(

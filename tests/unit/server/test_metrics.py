@@ -202,14 +202,17 @@ def test_per_user_speed_is_tokens_over_the_time_requests_spent():
 
 
 def test_an_observer_is_brief():
-    """Far below a round: the target is some fifty microseconds, the limit leaves room for a busy machine."""
+    """Far below a round: the target is some fifty microseconds; the best of several tries, on a busy machine."""
     feed = EngineFeed(_metrics())
     steps = [feed.step(batch=64) for _ in range(500)]
-    metrics = _metrics()
-    began = time.perf_counter()
-    for stats in steps:
-        metrics.on_stats(stats)
-    assert (time.perf_counter() - began) / 500 < 200e-6
+    tries = []
+    for _ in range(5):
+        metrics = _metrics()
+        began = time.perf_counter()
+        for stats in steps:
+            metrics.on_stats(stats)
+        tries.append((time.perf_counter() - began) / 500)
+    assert min(tries) < 200e-6
     assert _value(metrics, "inter_token_latency_seconds_count") == 64 * 500
 
 

@@ -57,19 +57,19 @@ def test_a_good_answer() -> None:
 def test_the_first_token_is_the_first_text_and_the_end_is_the_finish() -> None:
     async def script(*_: object) -> AsyncIterator[bytes]:
         yield HEAD + event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         yield piece("a")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         yield piece("b", "stop")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         yield usage(2) + event(b"[DONE]")
 
     answer = asked(script)
     now = time.perf_counter()
     assert answer.first_token is not None
     assert answer.done is not None
-    # The reader may be late, by some milliseconds: then the end comes that much sooner after it.
-    assert answer.sent + 0.1 <= answer.first_token <= answer.done - 0.05
+    # The reader may be late, on a busy machine by many milliseconds: then the end comes that much sooner after it.
+    assert answer.sent + 0.3 <= answer.first_token <= answer.done - 0.05
     assert answer.done <= now - 0.05
 
 

@@ -10,6 +10,9 @@ import typer.main
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FLEDGE_COSTS", "0")  # nothing of what tests measure is to be found in anybody's home
+os.environ["COLUMNS"] = "80"  # what commands print is as wide as in a file, whatever terminal the tests are run in,
+for _name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):  # and as plain
+    os.environ.pop(_name, None)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which torch does not do by itself
 # Tests run in parallel processes and their tensors are small: more threads would wait for each other, not work.

@@ -197,8 +197,11 @@ def test_every_missing_version_of_a_shared_stage_is_linked_whole(
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 FAILS_BESIDE_ONE_THAT_SLEEPS = f"""
 import sys, time
+from pathlib import Path
 if sys.argv[1] == "fail":
-    time.sleep(0.5)
+    until = time.monotonic() + 20
+    while time.monotonic() < until and not Path(sys.argv[2]).read_text():  # until the other one runs
+        time.sleep(0.02)
     sys.exit(3)
 {SLEEPS}
 """
@@ -218,11 +221,11 @@ def test_no_process_outlives_one_that_fails(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(drafters, "FLEDGE", (sys.executable, "-c", FAILS_BESIDE_ONE_THAT_SLEEPS))
     monkeypatch.setattr(drafters, "POLL_SECONDS", 0.1)
     with pytest.raises(SystemExit, match="bad failed"):
-        job.run({"good": ["sleep"], "bad": ["fail"]})
+        job.run({"good": ["sleep"], "bad": ["fail", str(job.work / "good.log")]})
     assert has_ended(job.work / "good.log")
-    monkeypatch.setattr(drafters.Job, "pack", lambda _: 1 / 0)  # whatever goes wrong in the job itself
+    # Whatever goes wrong in the job itself, once the process runs.
+    monkeypatch.setattr(drafters.Job, "pack", lambda _: (job.work / "good.log").read_text() and 1 / 0)
     (job.work / "good.log").unlink()
-    monkeypatch.setattr(drafters, "POLL_SECONDS", 1.0)
     with pytest.raises(ZeroDivisionError):
         job.run({"good": ["sleep"]})
     assert has_ended(job.work / "good.log")

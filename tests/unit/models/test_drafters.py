@@ -131,8 +131,9 @@ def check(config: DrafterConfig) -> None:
         positions = torch.tensor(rows)
         states = drafter(tokens[positions], features[positions], positions, cache.extend(positions))
         head, feature = formulas(embeddings[: rows.stop], expected_features[: rows.stop], weights, config)
-        torch.testing.assert_close(states.head.double(), head[positions], atol=TOLERANCE, rtol=TOLERANCE)
-        torch.testing.assert_close(states.feature.double(), feature[positions], atol=TOLERANCE, rtol=TOLERANCE)
+        for found, expected in ((states.head, head[positions]), (states.feature, feature[positions])):
+            bound = TOLERANCE * float(expected.abs().max())  # where attention is undecided, rounding is of that size
+            torch.testing.assert_close(found.double(), expected, atol=bound, rtol=0)
         if rows.stop >= 6:  # from here on the drafter lives on its own states: rounding, which it amplifies, left out
             expected_features = torch.cat([expected_features, feature[-1:]])
             features = torch.cat([features, feature[-1:].float()])

@@ -66,7 +66,8 @@ def test_documents_do_not_see_each_other() -> None:
     batch = packed([[6, 9]], 16)
     whole = capture.states(batch, (2, 4, 5))
     alone = PackedBatch(**{name: getattr(batch, name)[:, 6:15] for name in batch.__dataclass_fields__})
-    torch.testing.assert_close(whole.aux[:, 6:15], capture.states(alone, (2, 4, 5)).aux, atol=1e-5, rtol=1e-5)
+    found, expected = whole.aux[:, 6:15], capture.states(alone, (2, 4, 5)).aux
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_aux_ids_are_inputs_and_the_final_state_is_normed(tmp_path: Path) -> None:

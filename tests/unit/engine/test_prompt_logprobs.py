@@ -34,7 +34,7 @@ def test_they_are_those_of_generation(llm: LLM, again: bool) -> None:
     assert made.logprobs is not None
     for ours, theirs in zip(found[-GENERATED:], made.logprobs, strict=True):
         assert ours.rank == theirs.rank == 1
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
     assert output.outputs[0].token_ids == ()
     assert output.outputs[0].finish_reason == "length"
@@ -51,7 +51,7 @@ def test_they_are_the_targets_own() -> None:
         states = llm.target(tokens, positions, DenseCache(llm.target.config.num_layers).extend(positions), ())
         expected = llm.target.logits(states.final).float().log_softmax(-1)[range(len(PROMPT) - 1), PROMPT[1:]]
     found = output.prompt_logprobs or ()
-    assert [one.logprob for one in found[1:]] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert [one.logprob for one in found[1:]] == pytest.approx(expected.tolist(), abs=1e-4)
     assert [one.top for one in found] == [()] * len(PROMPT)
     assert len(output.outputs[0].token_ids) == 1
 

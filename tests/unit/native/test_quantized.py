@@ -58,8 +58,9 @@ def test_products_and_tokens_of_the_dequantised_target(name: str, target: Path, 
     with torch.no_grad():
         for rows in (1, 5, 13):
             x = torch.randn(rows, CONFIG.hidden_size)
-            torch.testing.assert_close(found.self_attn.qkv_proj(x), meant.self_attn.qkv_proj(x))
-            torch.testing.assert_close(found.mlp(x), meant.mlp(x))
+            for one, other in ((found.self_attn.qkv_proj, meant.self_attn.qkv_proj), (found.mlp, meant.mlp)):
+                wanted = other(x)
+                torch.testing.assert_close(one(x), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
             assert torch.equal(found.mlp(x[-1:]), found.mlp(x)[-1:])  # to the last bit, whatever the company
 
 

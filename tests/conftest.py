@@ -7,6 +7,7 @@ from typing import IO
 import pytest
 import torch
 import typer.main
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FLEDGE_COSTS", "0")  # nothing of what tests measure is to be found in anybody's home
@@ -18,6 +19,9 @@ if not torch.cuda.is_available():
 # Tests run in parallel processes and their tensors are small: more threads would wait for each other, not work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
+# An example may take long where others have the core meanwhile, and so may making one.
+settings.register_profile("fledge", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fledge")
 # Which typer builds anew, with all its options, for each of the hundreds of `fledge` commands that tests run here.
 typer.main.get_command = functools.cache(typer.main.get_command)
 

@@ -53,7 +53,7 @@ def quantize_linears(model: TargetModel | Drafter, width: Width) -> None:
     for name, module in list(layers.named_modules()):
         if isinstance(module, Linear) and name.endswith("_proj") and not name.endswith("kv_b_proj"):
             if width == "fp8-block" and any(size % 128 for size in module.weight.shape):
-                raise ConfigError(f"--quantize fp8-block: {name} is {list(module.weight.shape)}, no multiples of 128")
+                raise ConfigError(f"fp8-block: {name} is {list(module.weight.shape)}, no multiples of 128")
             parent, _, own = name.rpartition(".")
             weight = quantized_weight(module.weight, width)
             setattr(layers.get_submodule(parent), own, QuantizedLinear(weight, module.bias, module.weight.dtype))

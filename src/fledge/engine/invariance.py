@@ -76,16 +76,16 @@ def _obstacle(target: TargetModel, weight: Tensor, drafts_trees: bool) -> str | 
 
 
 def _one_of_each(target: TargetModel) -> Iterable[Linear | QuantizedLinear | SparseMLP]:
-    """A linear layer with plain weights, one of each way in which others are stored, and experts."""
+    """Linear layers of each shape and each way in which they are stored, and experts."""
     found: dict[object, Linear | QuantizedLinear | SparseMLP] = {}
     for module in target.modules():
-        if isinstance(module, Linear):
-            found.setdefault(Linear, module)
-        if isinstance(module, QuantizedLinear) and not module.is_joined:
-            layout = module.kind, module.group_size, module.zeros is None, module.order is None, module.activations
-            found.setdefault(layout, module)
         if isinstance(module, SparseMLP):
             found.setdefault(SparseMLP, module)
+        elif isinstance(module, Linear | QuantizedLinear) and not getattr(module, "is_joined", False):
+            layout: tuple[object, ...] = module.in_features, module.out_features
+            if isinstance(module, QuantizedLinear):
+                layout += module.kind, module.group_size, module.zeros is None, module.order is None, module.activations
+            found.setdefault(layout, module)
     return found.values()
 
 

@@ -96,10 +96,16 @@ def _coded_experts(case: quantized_cases.Case, dtype: torch.dtype, hidden: int, 
     given = {"with_zeros": with_zeros, "device": "meta", "is_stored": True}
     gate_up = quantized_cases.quantized(kind, 8 * 2 * size, hidden, group, **given)
     down = quantized_cases.quantized(kind, 8 * hidden, size, group, **given)
-    for rows, pairs in ((1, 4), (6, 24), (40, 160), (1000, 4000)):
+    for rows, pairs, is_roomy in (
+        (1, 4, True),
+        (6, 24, True),
+        (40, 160, True),
+        (1000, 4000, True),
+        (1000, 4000, False),
+    ):
         x = torch.empty(rows, hidden, dtype=dtype, device="meta")
         weights = torch.empty(rows, 4, device="meta")
-        launch = choose_experts_launch(pairs, rows, in_codes=True)
+        launch = choose_experts_launch(pairs, rows, in_codes=True, is_roomy=is_roomy)
         few_experts(x, weights, weights.long(), (gate_up, None), (down, None), launch=launch)
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from fledge.kernels._expert_products import down_by_expert_kernel, down_by_row_kernel, gate_up_kernel, sum_kernel
 from fledge.kernels._fragments import fragment_assembly
 from fledge.kernels._overlap import overlapping
-from fledge.kernels._triton import capability, is_interpreted, next_power_of_two, triton
+from fledge.kernels._triton import capability, has_room, is_interpreted, next_power_of_two, triton
 from fledge.kernels.quantize_rows import quantize_rows
 from fledge.kernels.quantized_linear import QuantizedWeight
 from fledge.kernels.route import Routing, route
@@ -75,14 +75,16 @@ class ExpertsLaunch:
     is_sorted: bool = False  # pairs are, by expert
 
 
-def choose_launch(pairs: int, rows: int, *, in_codes: bool = False, invariant: bool = False) -> ExpertsLaunch:
+def choose_launch(
+    pairs: int, rows: int, *, in_codes: bool = False, invariant: bool = False, is_roomy: bool = True
+) -> ExpertsLaunch:
     """Return how to cut the work. In codes and `invariant` no sum depends on it, but for the instructions' own order.
 
-    Those for codes and for many pairs are not from a sweep.
+    Those for codes and for many pairs are not from a sweep. `is_roomy`: a program may have 120 KB of shared memory.
     """
     if pairs > MANY_PAIRS:
-        product = ProductLaunch(columns=64, step=64, num_stages=3, num_warps=8)
-        return ExpertsLaunch(gate_up=product, down=product, most_rows=128, is_sorted=True)
+        product = ProductLaunch(columns=64, step=64, num_stages=3 if is_roomy else 2, num_warps=8)
+        return ExpertsLaunch(gate_up=product, down=product, most_rows=128 if is_roomy else 64, is_sorted=True)
     if in_codes:
         product = ProductLaunch(columns=32 if rows <= 8 else 64, step=64, num_stages=4)
         return ExpertsLaunch(gate_up=product, down=replace(product, columns=64))
@@ -123,7 +125,10 @@ def few_experts(
     """
     choice, chosen = (weights.contiguous(), experts.contiguous()), experts.shape[1]
     in_codes = isinstance(gate_up[0], QuantizedWeight)
-    launch = launch or choose_launch(experts.numel(), len(x), in_codes=in_codes, invariant=invariant)
+    if launch is None:
+        is_roomy = has_room(x.device) and x.element_size() == 2
+        pairs = experts.numel()
+        launch = choose_launch(pairs, len(x), in_codes=in_codes, invariant=invariant, is_roomy=is_roomy)
     return _run(x, choice, chosen, {"ROUTING": None}, gate_up, down, limit, shared, launch)
 
 

@@ -84,14 +84,12 @@ def test_invariant_launches_add_up_in_one_order(in_codes: bool) -> None:
 @torch.no_grad()
 def test_a_layer_that_is_to_be_invariant_asks_for_such_products() -> None:
     """And norms its rows apart from the router's product, whose kernel is for few rows alone."""
-    mlp, norm, x = _coded("int8"), RMSNorm(64), torch.randn(3, 64)
+    mlp, norm, x = _coded("int8"), RMSNorm(64, 1e-5), torch.randn(3, 64)
     for wanted in (False, True):
         mlp.batch_invariant = wanted
         with (
             mock.patch("fledge.layers.mlp.routed_experts", return_value=x) as routed,
             mock.patch("fledge.layers.mlp.add_norm_router", return_value=(x, x, mlp.gate(x))) as together,
-            mock.patch.object(norm, "add", return_value=(x, x)),
-            mock.patch.object(mlp.gate, "forward", return_value=mlp.gate(x)),
         ):
             in_triton(mlp.after_norm)(norm, x, x)
         assert routed.call_args.kwargs["invariant"] == wanted

@@ -1,6 +1,7 @@
 """A layer's experts in codes, run at once by the kernels of a GPU, here under Triton's interpreter."""
 
 import os
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,11 @@ from fledge.checkpoints.quantize import Width, quantized_weight
 from fledge.kernels.experts import choose_launch
 from fledge.kernels.quantized_linear import as_stored, dequantize, for_gpu
 from fledge.layers.config import ExpertsConfig
+from fledge.layers.dense_cache import DenseCache
 from fledge.layers.linear import RMSNorm
 from fledge.layers.mlp import PROJECTIONS, SparseMLP
 from fledge.layers.quantized import QuantizedLinear
-from tests.tiny_models import randomise
+from tests.tiny_models import TARGET_CONFIGS, make_target, randomise
 from tests.unit.kernels.interpreter import in_triton
 from tests.unit.kernels.quantized_cases import KINDS, Case, quantized
 
@@ -27,12 +29,16 @@ def _coded(width: Width, **kind: Any) -> SparseMLP:
     sizes = {"num_experts": 4, "num_experts_per_token": 2, "intermediate_size": 32}
     mlp = SparseMLP(64, ExpertsConfig(**{**sizes, **kind}))
     randomise(mlp, seed=3)
+    _in_codes(mlp, width)
+    return mlp
+
+
+def _in_codes(mlp: SparseMLP, width: Width) -> None:
     for expert in mlp.experts:
         for name in PROJECTIONS:
             linear = getattr(expert, name)
             bias = None if linear.bias is None else linear.bias.detach()
             setattr(expert, name, QuantizedLinear(quantized_weight(linear.weight, width), bias, torch.float32))
-    return mlp
 
 
 @pytest.mark.parametrize(
@@ -67,6 +73,40 @@ def test_experts_that_are_not_stored_alike_are_run_one_by_one() -> None:
     expected = mlp(x)
     torch.testing.assert_close(in_triton(mlp)(x), expected)
     assert not mlp.has_kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        ("mixtral", "int8"),
+        ("qwen2-moe", "int4"),
+        ("qwen3-moe", "fp8-dynamic"),
+        ("deepseek-v3", "int4"),
+        ("gpt-oss", "int4"),
+        ("glm4-moe", "fp8"),
+        ("llama4", "int8"),
+    ],
+)
+@torch.no_grad()
+def test_targets_with_experts_in_codes(name: str, width: Width) -> None:
+    """The experts of every family in the kernels, all else in torch, against all in torch."""
+    target = make_target(TARGET_CONFIGS[name])
+    layers = [module for module in target.modules() if isinstance(module, SparseMLP)]
+    for mlp in layers:
+        _in_codes(mlp, width)
+    tokens, positions = torch.arange(3, 10), torch.arange(7)
+
+    def logits() -> torch.Tensor:
+        states = target(tokens, positions, DenseCache(target.config.num_layers).extend(positions), ())
+        return target.logits(states.final)
+
+    expected = logits()
+    with ExitStack() as patches:
+        for mlp in layers:
+            patches.enter_context(mock.patch.object(mlp, "forward", in_triton(mlp.forward)))
+            patches.enter_context(mock.patch.object(mlp, "_sum_of_groups", side_effect=AssertionError))
+        found = logits()
+    torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("in_codes", [False, True])

@@ -26,6 +26,7 @@ from fledge.engine.programs import Program, PromptProgram, RoundProgram
 from fledge.engine.request import Request
 from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import Chunk
+from fledge.layers.mlp import host_runs_experts
 from fledge.progress import timed
 
 _log = logging.getLogger("fledge.engine")
@@ -314,8 +315,11 @@ def _without_collecting() -> Iterator[None]:
 
 
 def make_graphs(state: DeviceState, config: EngineConfig, budgets: Budgets) -> GraphRunner | None:
-    """What captures the graphs that a config asks for; None: it wants none."""
+    """What captures the graphs that a config asks for; None: it wants none, or the target's experts allow none."""
     if config.enforce_eager:
+        return None
+    if host_runs_experts(state.target):
+        _log.warning("no CUDA graphs: experts that are not all stored alike, or in act-order, run one after the other")
         return None
     sizes = config.cudagraph_capture_sizes or batch_sizes(config.max_num_seqs)
     return GraphRunner(state, sorted({*sizes, config.max_num_seqs}), budgets=budgets)

@@ -25,7 +25,7 @@ from fledge.kernels.invariant_linear import ALIGNED, invariant_linear
 from fledge.kernels.paged_attention import WIDE_HEAD
 from fledge.kernels.quantized_linear import quantized_linear
 from fledge.layers.linear import Linear, compute_weight
-from fledge.layers.mlp import SparseMLP
+from fledge.layers.mlp import SparseMLP, host_runs_experts
 from fledge.layers.quantized import QuantizedLinear
 from fledge.models.target.decoder import TargetModel
 from fledge.native.decoder import NativeTarget
@@ -65,7 +65,7 @@ def _obstacle(target: TargetModel, weight: Tensor, drafts_trees: bool) -> str | 
         return "it takes Triton, which is not installed"
     if weight.element_size() != 2:
         return f"on a GPU it takes bfloat16 or float16, and this target is {str(weight.dtype).removeprefix('torch.')}"
-    if any(isinstance(module, SparseMLP) and not module.has_kernels for module in modules):
+    if host_runs_experts(target):
         return "not for experts that are not all stored alike, or whose columns have an order of their own"
     if target.config.layer.latent is not None or target.config.layer.head_dim > WIDE_HEAD:
         return "not for latent attention, nor for heads wider than 256"

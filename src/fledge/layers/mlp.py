@@ -1,6 +1,6 @@
 """The MLP of a decoder layer: gated, or a mixture of experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class SparseMLP(nn.Module):
         )
         self.shared_experts = SwiGLU(hidden_size, config.shared_size) if config.shared_size else None
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
-        self._stacked: dict[str, Stacked | None] = {}
+        self._stacked: dict[str, Stacked] | None = None
 
     def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (self(norm(x + residual)), x + residual), with the router's product as part of the norm."""
@@ -158,12 +158,13 @@ class SparseMLP(nn.Module):
         if parts and self.shared_experts is not None:
             shared = self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight
         options = {"shared": shared, "limit": self.config.swiglu_limit, "invariant": self.batch_invariant}
-        return {"gate_up": self._stack("gate_up_proj"), "down": self._stack("down_proj"), **options}
+        stacked = self._stack()
+        return {"gate_up": stacked["gate_up_proj"], "down": stacked["down_proj"], **options}
 
     @property
     def has_kernels(self) -> bool:
         """Whether a GPU's kernels take the experts, all at once; laid as these read them when it is asked first."""
-        return all(self._stack(name) is not None for name in PROJECTIONS)
+        return bool(self._stack())
 
     @property
     def _is_plain(self) -> bool:
@@ -171,8 +172,7 @@ class SparseMLP(nn.Module):
 
     def join(self) -> None:
         """Stack the experts now rather than with the first rows: see `join_weights`."""
-        for name in PROJECTIONS:
-            self._stack(name)
+        self._stack()
 
     def _sum_of_groups(
         self, rows: Tensor, weights: Tensor, experts: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -196,25 +196,36 @@ class SparseMLP(nn.Module):
         assert isinstance(first, SwiGLU)
 
         def product(name: str, rows: Tensor) -> Tensor:
-            stacked = self._stack(name)
-            assert stacked is not None
-            weight, bias = stacked
+            weight, bias = self._stack()[name]
             assert isinstance(weight, Tensor)
             out = F.grouped_mm(rows, weight.mT, offs=ends)
             return out if bias is None else out + bias[numbers]
 
         return product("down_proj", first.gated(product("gate_up_proj", grouped)))
 
-    def _stack(self, name: str) -> Stacked | None:
-        """Return weight and bias of all experts, of which their own become views; None: kernels do not take them."""
-        if name not in self._stacked:
-            linears = [getattr(expert, name) for expert in self.experts]
-            shape = len(linears), linears[0].out_features
-            weight: Tensor | QuantizedWeight | None = None
-            if all(type(linear) is Linear for linear in linears):
-                weight = join_rows(linears).view(*shape, -1)
-            elif all(type(linear) is QuantizedLinear and reads_codes(linear.quantized) for linear in linears):
-                weight = join_quantized(linears)
-            bias = join_rows(linears, "bias").view(shape) if self.config.bias and weight is not None else None
-            self._stacked[name] = None if weight is None else (weight, bias)
-        return self._stacked[name]
+    def _stack(self) -> dict[str, Stacked]:
+        """Return weights and biases of all experts, of which their own become views; {}: kernels do not take them."""
+        if self._stacked is None:
+            linears = {name: [getattr(expert, name) for expert in self.experts] for name in PROJECTIONS}
+            weights = self._weights(linears)
+            self._stacked = {}
+            for name, weight in weights.items():
+                shape = len(self.experts), linears[name][0].out_features
+                self._stacked[name] = weight, join_rows(linears[name], "bias").view(shape) if self.config.bias else None
+        return self._stacked
+
+    def _weights(self, linears: Mapping[str, Sequence[nn.Module]]) -> Mapping[str, Tensor | QuantizedWeight]:
+        """All rows of each projection in one matrix, if all are stored alike and the kernels read that; else {}."""
+        if self._is_plain:
+            joined = {name: join_rows(several) for name, several in linears.items()}
+            return {name: rows.view(len(self.experts), -1, rows.shape[1]) for name, rows in joined.items()}
+        coded = {name: [one for one in several if type(one) is QuantizedLinear] for name, several in linears.items()}
+        every = [one for several in coded.values() for one in several]
+        if len(every) < len(PROJECTIONS) * len(self.experts) or not all(reads_codes(one.quantized) for one in every):
+            return {}
+        return join_quantized(coded) or {}
+
+
+def host_runs_experts(model: nn.Module) -> bool:
+    """Whether experts of a model on a GPU run one after the other, so that no pass can be captured."""
+    return any(isinstance(module, SparseMLP) and not module.has_kernels for module in model.modules())

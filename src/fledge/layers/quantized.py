@@ -1,6 +1,6 @@
 """A linear layer whose matrix is in eight or four bits. It takes the place of a `Linear` of a loaded model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -77,19 +77,21 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
 
 
-def join_quantized(linears: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
-    """As `linear.join_rows`: all rows of several matrices, as stored; None where they have not the same layout.
+def join_quantized(linears: Mapping[str, Sequence[QuantizedLinear]]) -> dict[str, QuantizedWeight] | None:
+    """As `linear.join_rows`, for each name: all rows, as stored; None where those of a name have not the same layout.
 
     Those that have are views of it then, and round x by one scale if they have scales for it.
     """
-    joined = join_rows([as_stored(one.quantized) for one in linears])
-    if joined is None:
+    joined = {name: join_rows([as_stored(one.quantized) for one in several]) for name, several in linears.items()}
+    whole = {name: weight for name, weight in joined.items() if weight is not None}
+    if len(whole) < len(joined):
         return None
-    first = 0
-    for linear in linears:
-        rows = slice(first, first := first + linear.out_features)
-        linear.is_joined, linear.in_fragments = True, False
-        linear.codes, linear.scales = joined.codes[rows], joined.scales[rows]
-        linear.zeros = None if joined.zeros is None else joined.zeros[rows]
-        linear.input_scale = joined.input_scale
-    return joined
+    for name, weight in whole.items():
+        first = 0
+        for linear in linears[name]:
+            rows = slice(first, first := first + linear.out_features)
+            linear.is_joined, linear.in_fragments = True, False
+            linear.codes, linear.scales = weight.codes[rows], weight.scales[rows]
+            linear.zeros = None if weight.zeros is None else weight.zeros[rows]
+            linear.input_scale = weight.input_scale
+    return whole

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,12 +14,15 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
 
 from fledge.checkpoints.quantize import Width, quantized_weight
+from fledge.engine.admission import NO_BUDGETS
+from fledge.engine.config import EngineConfig
+from fledge.engine.graphs import make_graphs
 from fledge.kernels.experts import choose_launch
 from fledge.kernels.quantized_linear import as_stored, dequantize, for_gpu
 from fledge.layers.config import ExpertsConfig
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.linear import RMSNorm
-from fledge.layers.mlp import PROJECTIONS, SparseMLP
+from fledge.layers.mlp import PROJECTIONS, SparseMLP, host_runs_experts
 from fledge.layers.quantized import QuantizedLinear
 from tests.tiny_models import TARGET_CONFIGS, make_target, randomise
 from tests.unit.kernels.interpreter import in_triton
@@ -61,18 +65,24 @@ def test_experts_in_codes_are_run_at_once_as_they_are_one_by_one(width: Width, k
     assert not one_by_one.called
     torch.testing.assert_close(found, expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in mlp.state_dict().items())
-    weight = mlp._stacked["down_proj"][0]
+    weight = mlp._stack()["down_proj"][0]
     assert mlp.experts[2].down_proj.codes.data_ptr() == weight.codes[2 * 64 :].data_ptr(), "no second copy"
 
 
 @torch.no_grad()
-def test_experts_that_are_not_stored_alike_are_run_one_by_one() -> None:
+def test_experts_that_are_not_stored_alike_are_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    """With a look of the host at who chose whom, so that nothing is captured. The matrices stay as they lay."""
     mlp, x = _coded("int8"), torch.randn(5, 64)
     expert = mlp.experts[1]
     expert.down_proj = QuantizedLinear(quantized_weight(expert.down_proj.weight, "fp8"), None, torch.float32)
     expected = mlp(x)
     torch.testing.assert_close(in_triton(mlp)(x), expected)
     assert not mlp.has_kernels
+    assert not any(one.is_joined for one in mlp.modules() if isinstance(one, QuantizedLinear))
+    state: Any = SimpleNamespace(target=mlp)
+    assert make_graphs(state, EngineConfig(), NO_BUDGETS) is None
+    assert "no CUDA graphs: experts" in caplog.text
+    assert not host_runs_experts(_coded("int8"))
 
 
 @pytest.mark.parametrize(

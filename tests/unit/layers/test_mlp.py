@@ -40,4 +40,4 @@ def test_all_experts_at_once_are_what_they_are_one_by_one(kind: dict[str, Any]) 
     join_weights(mlp)
     torch.testing.assert_close(mlp._all_at_once(grouped, numbers, ends), expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in mlp.state_dict().items())
-    assert mlp.experts[2].down_proj.weight.data_ptr() == mlp._stacked["down_proj"][0][2].data_ptr(), "no second copy"
+    assert mlp.experts[2].down_proj.weight.data_ptr() == mlp._stack()["down_proj"][0][2].data_ptr(), "no second copy"

@@ -82,11 +82,13 @@ class FakeVllm:
     asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
     answered: int = 0
     most_files: int = 0  # seen in the storage at once
+    most_bytes: int = 0  # of their states, as `CapturedLayers.file_bytes` counts them
     addresses: tuple[str, ...] = ("http://fake",)
     max_model_len: int = 64
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self._tokens: dict[str, int] = {}  # of each file
         with stubs() as self._connector:
             pass
         self.storage.mkdir(parents=True, exist_ok=True)
@@ -116,7 +118,10 @@ class FakeVllm:
                 content = path.read_bytes()
                 content = content[:-50] if damage == "cut" else content[:-60] + b"?" + content[-59:]
                 path.write_bytes(content)
-            self.most_files = max(self.most_files, len(list(self.storage.glob("*.states"))))
+            self._tokens[path.name] = len(written)
+            there = [self._tokens[file.name] for file in self.storage.glob("*.states")]
+            self.most_files = max(self.most_files, len(there))
+            self.most_bytes = max(self.most_bytes, self.layers.file_bytes(sum(there)))
         model = self.capture.model
         best, choice = model.logits(model.norm(states[-1, -1])).log_softmax(-1).max(-1)
         answer = {"token_ids": [int(choice)], "logprobs": {"token_logprobs": [float(best)]}}

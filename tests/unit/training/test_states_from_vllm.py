@@ -62,15 +62,16 @@ def limited(recipe: Recipe, **vllm_values: Any) -> Recipe:
 
 def test_training_on_its_states_is_training_on_ours_and_nothing_is_left_over(recipe: Recipe, fake: FakeVllm) -> None:
     """Online, with room for a few files only. A state that is asked for twice is one that a second epoch reads."""
-    few = 2 * 6 * fake.layers.file_bytes(40)
+    ahead = 6 * fake.layers.file_bytes(40)  # of 40 examples of 6 to 40 tokens; as much again is for answers
     with in_place_of_vllm(fake):
-        run_fit(limited(recipe, storage_gb=few / 1e9), "from-vllm")
+        run_fit(limited(recipe, storage_gb=2 * ahead / 1e9), "from-vllm")
     run_fit(replace(recipe, capture=CaptureSection()), "ours")
     ours, theirs = (final_weights(Path(recipe.output) / name) for name in ("ours", "from-vllm"))
     for name, weight in ours.items():
         torch.testing.assert_close(theirs[name], weight, atol=1e-4, rtol=1e-4)
     assert not list(fake.storage.iterdir())
-    assert 2 <= fake.most_files < 12  # of 40 examples
+    assert fake.most_files >= 2
+    assert fake.most_bytes <= ahead
     assert max(fake.asked.values()) <= 2
 
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fledge.kernels._triton import runs_triton
+from fledge.kernels._triton import cpu_kernel, runs_triton
 from fledge.kernels.philox import philox_uniforms
 
 _MASK32, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -46,7 +46,7 @@ def uniform(seed: Tensor, position: Tensor, stream: Stream) -> Tensor:
     `seed` and `position` are int64. `position` is the index in its sequence, prompt included, of the token that is
     to be decided: the first token after a prompt of n tokens has position n.
     """
-    if runs_triton(seed, position):
+    if runs_triton(seed, position) or cpu_kernel("philox_uniforms", seed, position) is not None:
         return philox_uniforms(seed, position, int(stream))
     # numpy: torch has no unsigned products, and on a CPU takes six times as long for a few numbers.
     keys, places = np.broadcast_arrays(*(given.cpu().numpy().view(np.uint64) for given in (seed, position)))

@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,15 @@ from fledge.engine.sampler import Sampler
 from fledge.engine.scheduler import Chunk
 from fledge.engine.tree_passes import accept_paths, draft_trees, lay_out_trees
 from fledge.errors import describe
-from fledge.kernels._triton import runs_triton
 from fledge.kernels.accept import PADDING
 from fledge.kernels.admit import AdmittedRound, admit_drafts
-from fledge.kernels.filters import RowSettings, scaled_rows
+from fledge.kernels.draw_drafts import DraftDraws
+from fledge.kernels.filters import RowSettings
 from fledge.kernels.round_ends import OpenedRound, SettledRound, count_drafts, draft_places, open_round, settle_round
-from fledge.kernels.sample import choose, draw_rows, weigh_rows, write_probabilities
 from fledge.kernels.timestamp import timestamp
 from fledge.kernels.tree_ends import OpenedTrees
 from fledge.layers.paged_cache import ChunkPass, MixedPass, PagedCache, PagedPass
-from fledge.models.drafter.base import Drafter, DraftStates
+from fledge.models.drafter.base import DraftStates
 from fledge.models.target.decoder import TargetStates
 
 ALIGNMENT = 16  # numbers: kernels are compiled anew for tensors that begin at odd addresses
@@ -191,11 +189,9 @@ def extend_drafter(
     try:
         depth = arm.depth
         if depth and not arm.is_tree:
-            sample = None
-            if sample_drafts:
-                sample = partial(_sample_drafts, state, drafter, rows, _draft_uniforms(state, rows, depth))
+            draws = _draft_draws(state, rows, depth) if sample_drafts else None
             chains = drafter.draft_chain(
-                states, settled.tokens, positions, storage, settled.last_rows, settled.places, depth, sample
+                states, settled.tokens, positions, storage, settled.last_rows, settled.places, depth, draws
             )
             state.drafts[rows, :depth] = chains.tokens
             state.confidence[rows, :depth] = chains.confidence
@@ -210,30 +206,10 @@ def extend_drafter(
         raise DrafterError(describe(error)) from error
 
 
-def _sample_drafts(
-    state: DeviceState, drafter: Drafter, rows: Tensor, uniforms: Tensor, head: Tensor, step: int
-) -> tuple[Tensor, Tensor]:
-    """Draft the likeliest tokens, but draw one for each row that has them drawn, by `uniforms` [depth, batch].
-
-    At its temperature; the distribution that it came from is kept. Returns the drafts and the largest probability of
-    each distribution, which says nothing of what was drawn.
-    """
-    logits = drafter.logits(head)
-    tokens, confidence = drafter.likeliest_by(logits)
-    # A drafter gone wrong must still draft from a distribution, or rejection would not be lossless.
-    largest = min(1e30, torch.finfo(logits.dtype).max)
-    spread = drafter.spread(logits).nan_to_num(posinf=largest, neginf=-torch.inf)
-    draws = RowSettings(sampled=state.sample_drafts, temperature=state.sampling.temperature)
-    if runs_triton(spread):
-        weighed = weigh_rows(spread, rows, draws)
-        write_probabilities(weighed, state.draft_probs[:, step])
-        draw_rows(weighed, uniforms[step], tokens, confidence)
-        return tokens, confidence
-    own = state.sample_drafts[rows].nonzero().squeeze(1)
-    probs = scaled_rows(spread[own], rows[own], draws).softmax(-1)
-    state.draft_probs[rows[own], step] = probs
-    tokens[own], confidence[own] = choose(probs, uniforms[step, own]), probs.amax(-1)
-    return tokens, confidence
+def _draft_draws(state: DeviceState, rows: Tensor, depth: int) -> DraftDraws:
+    """How the next drafts of those rows are drawn whose requests have them drawn."""
+    settings = RowSettings(sampled=state.sample_drafts, temperature=state.sampling.temperature)
+    return DraftDraws(rows, settings, _draft_uniforms(state, rows, depth), state.draft_probs)
 
 
 def _draft_uniforms(state: DeviceState, rows: Tensor, depth: int) -> Tensor:

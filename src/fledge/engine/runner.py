@@ -193,17 +193,18 @@ class Runner:
     def is_ready_for(self, batch: int, arm: Arm, kind: RequestKind) -> bool:
         """Whether such a round has a graph of its own size, or needs none."""
         graphs = self.graphs
-        return graphs is None or graphs.padded_round(_round_of_nobody(batch, arm, kind)) in graphs.captured
+        return graphs is None or graphs.padded_round(_timed_round(batch, arm, kind)) in graphs.captured
 
     @torch.inference_mode()
-    def time_round(self, batch: int, arm: Arm, kind: RequestKind) -> float:
-        """Seconds of a round of nobody's: `batch` times the padding row."""
-        program = _round_of_nobody(batch, arm, kind)
+    def time_round(self, stand_ins: Sequence[Request], arm: Arm, kind: RequestKind) -> float:
+        """Seconds of a round of these, as if they were requests of this kind (see `Scheduler.stand_ins`)."""
+        state, batch = self.state, len(stand_ins)
+        program = _timed_round(batch, arm, kind)
+        state.pose(batch, kind, length=stand_ins[0].max_length, drafts=arm.depth)
         if self.graphs is not None:
-            stamps = self.graphs.round(program, []).stamps
+            stamps = self.graphs.round(program, stand_ins).stamps
         else:
-            stamps = program.run(self.state, program.inputs(self.state, [])).stamps
-            self.state.reset_padding()
+            stamps = program.run(state, program.inputs(state, stand_ins)).stamps
         assert stamps is not None
         return float(stamps[3] - stamps[0]) * 1e-9
 
@@ -367,7 +368,7 @@ class Runner:
         return outcome
 
 
-def _round_of_nobody(batch: int, arm: Arm, kind: RequestKind) -> RoundProgram:
+def _timed_round(batch: int, arm: Arm, kind: RequestKind) -> RoundProgram:
     sampling = SamplingMode.GREEDY if kind is RequestKind.GREEDY else SamplingMode.SAMPLED
     return RoundProgram(batch, arm, arm, sampling, _draws(kind, arm))
 

@@ -22,7 +22,7 @@ from fledge.kernels._triton import runs_triton
 from fledge.kernels.adjust import AdjustedEntries, adjust_rows
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.filters import scaled_rows
-from fledge.kernels.sample import RowWeights, draw_rows, sample_rows, weigh_rows
+from fledge.kernels.sample import RowWeights, are_weighed, draw_rows, sample_rows, weigh_rows
 
 
 class SamplingMode(StrEnum):
@@ -79,7 +79,7 @@ class Sampler:
 
     def weigh(self, logits: Tensor) -> RowWeights | None:
         """Work out what drafts that were drawn are judged by; None: it takes `probabilities`."""
-        if not runs_triton(logits) or self._state.verify_blocks:
+        if not are_weighed(logits) or self._state.verify_blocks:
             return None
         return weigh_rows(logits, self._requests(logits), self._state.row_settings)
 

@@ -1,8 +1,8 @@
 """Triton where it is installed, a stand-in where it is not, and which version of a kernel runs.
 
 That is Triton's on a GPU, a CPU backend's where one has registered, else plain torch. A backend (`fledge.native`) takes
-over kernels of integers and comparisons only, whose results are the same whoever computes them; confidences beside them
-decide no token.
+over kernels of integers and comparisons, whose results are the same whoever computes them, and those that draw tokens,
+which are within the tolerance of Triton's (`sample.py`).
 """
 
 import functools

@@ -115,9 +115,9 @@ def _by_autograd(
     """The same by plain autograd, in float32, or in float64 for float64 logits. Never overwrites anything."""
     target_logits, target_rows, target_log_total, weight = given
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    taught = weight != 0
-    log_q = logits[taught].to(dtype).log_softmax(-1)
-    teachers = target_rows[taught]
+    supervised = weight != 0
+    log_q = logits[supervised].to(dtype).log_softmax(-1)
+    teachers = target_rows[supervised]
     target = target_logits.detach()[teachers].to(dtype)
     is_blank = (target == float("-inf")).all(-1, keepdim=True)
     p = target.softmax(-1).masked_fill(is_blank, 0.0)
@@ -133,13 +133,13 @@ def _by_autograd(
 
     def per_row(values: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.zeros(len(weight), dtype=dtype, device=logits.device)
-        out[taught] = values.detach().to(dtype)
+        out[supervised] = values.detach().to(dtype)
         return out
 
     return DraftLoss(
-        total=(weight[taught] * loss).sum(),
+        total=(weight[supervised] * loss).sum(),
         row_loss=per_row(loss, torch.float32),
-        choice=per_row(logits.detach()[taught].argmax(-1), torch.int64),
+        choice=per_row(logits.detach()[supervised].argmax(-1), torch.int64),
         overlap=per_row(overlap, torch.float32),
     )
 

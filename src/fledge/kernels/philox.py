@@ -6,13 +6,18 @@ Integers throughout and one exact multiplication at the end, so kernel and refer
 import torch
 from torch import Tensor
 
-from fledge.kernels._triton import tl, triton
+from fledge.kernels._triton import cpu_kernel, tl, triton
 
 BLOCK = 128
 
 
 def philox_uniforms(seed: Tensor, position: Tensor, stream: int) -> Tensor:
-    """Return float64 uniforms of int64 seeds and positions, of at most two dimensions. Triton's only."""
+    """Return float64 uniforms of int64 seeds and positions, of at most two dimensions. Triton's, or a CPU kernel."""
+    if (native := cpu_kernel("philox_uniforms", seed, position)) is not None:
+        keys, places = torch.broadcast_tensors(seed, position)
+        out = torch.empty(places.shape, dtype=torch.float64)
+        native(keys.contiguous(), places.contiguous(), out, out.numel(), stream)
+        return out
     shape = torch.broadcast_shapes(seed.shape, position.shape)
     out = torch.empty(shape, dtype=torch.float64, device=seed.device)
     if out.numel() == 0:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels._triton import tl, triton
+from fledge.kernels._triton import cpu_kernel, tl, triton
 from fledge.kernels.accept import Accepted
 from fledge.kernels.filters import weights
 from fledge.kernels.sample import RowWeights, chunk_of, shares_of, token_of, values_of
@@ -34,20 +34,26 @@ class DrawnDrafts(NamedTuple):
 def reject_drafts(
     outcome: Accepted, drafts: DrawnDrafts, weights: RowWeights, at: Tensor, uniforms: tuple[Tensor, Tensor]
 ) -> None:
-    """Write into `outcome` what is emitted for requests whose drafts were drawn, if they have any. Triton's only.
+    """Write into `outcome` what is emitted for requests whose drafts were drawn, if they have any.
 
     `weights`: the target's, of which row `at` [batch, depth + 1] decides each place. `uniforms`: those that judge
     drafts [batch, depth] and those that draw corrections [batch, depth + 1], float64.
     """
     (batch, width), (_, vocab) = at.shape, weights.logits.shape
     chunks = weights.peaks.shape[1]
-    sums = torch.empty(batch, chunks, dtype=torch.float64, device=at.device)
     assert all(one.is_contiguous() for one in (*outcome, *uniforms, at, drafts.counts))
     probabilities = drafts.probabilities
+    assert probabilities.stride(2) == 1
     given = (
         *(drafts.tokens.contiguous(), drafts.request, drafts.are_drawn.view(torch.uint8), drafts.counts),
         *(probabilities, at, *uniforms),
     )
+    native = cpu_kernel("reject_drafts", weights.logits, probabilities)
+    if native is not None:
+        strides = (weights.logits.stride(0), probabilities.stride(0), probabilities.stride(1))
+        native(*weights.pointers, *given, *outcome, batch, width, vocab, *strides)
+        return
+    sums = torch.empty(batch, chunks, dtype=torch.float64, device=at.device)
     sizes = (vocab, weights.logits.stride(0), probabilities.stride(0), probabilities.stride(1))
     settings = {"num_warps": 4, **weights.sizes}
     if batch:

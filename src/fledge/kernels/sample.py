@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.filters import Bounds, RowSettings, find_bounds, scaled, scaled_rows, weights
 
 CHUNK = 1024  # logits that share a sum, and that the walk at the end goes through
@@ -27,7 +27,7 @@ CHUNKS_PER_PROGRAM = 4
 
 
 class RowWeights(NamedTuple):
-    """Distributions of rows that are not written out: what it takes to work a weight out. Triton's only."""
+    """Distributions of rows that are not written out: what it takes to work a weight out. See `are_weighed`."""
 
     logits: Tensor  # [rows, vocab]
     request: Tensor  # [rows] int64: whose settings count
@@ -41,6 +41,11 @@ class RowWeights(NamedTuple):
         """What kernels read of it, as `unpacked` in them."""
         columns = (self.settings.sampled.view(torch.uint8), self.settings.temperature)
         return self.logits, self.request, *columns, *(self.bounds or (self.peaks, self.peaks)), self.peaks, self.sums
+
+    @property
+    def dimensions(self) -> tuple[int, int, int]:
+        """Rows, vocabulary, and what lies between two rows."""
+        return *self.logits.shape, self.logits.stride(0)
 
     @property
     def sizes(self) -> dict[str, int | bool]:
@@ -59,7 +64,7 @@ def sample_rows(logits: Tensor, request: Tensor, settings: RowSettings, uniforms
 
     By `uniforms` [rows] float64. A token whose probability rounds to zero is never drawn.
     """
-    if runs_triton(logits):
+    if are_weighed(logits):
         draw_rows(weigh_rows(logits, request, settings), uniforms, tokens)
         return
     own = settings.sampled[request].nonzero().squeeze(1)
@@ -82,20 +87,36 @@ def choose(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(candidates.any(-1), candidates.to(torch.uint8).argmax(-1), probs.argmax(-1))
 
 
+def are_weighed(logits: Tensor) -> bool:
+    """Whether `weigh_rows` and what reads its weights take logits [rows, vocab]: Triton's kernels, or those of a CPU.
+
+    Elsewhere torch works with probabilities.
+    """
+    return runs_triton(logits) or cpu_kernel("weigh_rows", logits) is not None
+
+
 def weigh_rows(logits: Tensor, request: Tensor, settings: RowSettings) -> RowWeights:
-    """Work out the distributions of rows that are sampled, as far as `draw_rows` and others need it. Triton's only."""
+    """Work out the distributions of rows that are sampled, as far as `draw_rows` and others need it."""
     assert logits.stride(1) == 1
     rows, vocab = logits.shape
     chunks = -(-vocab // CHUNK)
+    native = cpu_kernel("weigh_rows", logits)
+    bounds = None
+    if native is not None:
+        bounds = Bounds(torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.int64))
+    elif settings.filters is not None:
+        bounds = find_bounds(logits, request, settings)
     found = RowWeights(
         logits,
         request,
         settings,
-        None if settings.filters is None else find_bounds(logits, request, settings),
+        bounds,
         torch.empty(rows, chunks, dtype=torch.float32, device=logits.device),
         torch.empty(rows, chunks, dtype=torch.float64, device=logits.device),
     )
-    if rows:
+    if native is not None:
+        native(*found.pointers, *(settings.filters or (None, None, None)), *found.dimensions)
+    elif rows:
         _chunk_kernel[(rows, -(-chunks // CHUNKS_PER_PROGRAM))](
             found.pointers, vocab, logits.stride(0), PER_PROGRAM=CHUNKS_PER_PROGRAM, num_warps=4, **found.sizes
         )
@@ -103,12 +124,11 @@ def weigh_rows(logits: Tensor, request: Tensor, settings: RowSettings) -> RowWei
 
 
 def draw_rows(weights: RowWeights, uniforms: Tensor, tokens: Tensor, likeliest: Tensor | None = None) -> None:
-    """Write a token of each sampled row into `tokens` [rows]; into `likeliest` [rows] float32 the largest probability.
-
-    Triton's only.
-    """
+    """Write a token of each sampled row into `tokens` [rows]; its largest probability into `likeliest` [rows]."""
     rows, vocab = weights.logits.shape
-    if rows:
+    if (native := cpu_kernel("draw_rows", weights.logits, tokens, likeliest)) is not None:
+        native(*weights.pointers, uniforms.contiguous(), tokens, likeliest, *weights.dimensions)
+    elif rows:
         _walk_kernel[(rows,)](
             weights.pointers,
             uniforms,
@@ -122,10 +142,12 @@ def draw_rows(weights: RowWeights, uniforms: Tensor, tokens: Tensor, likeliest: 
 
 
 def write_probabilities(weights: RowWeights, out: Tensor) -> None:
-    """Write the distributions of sampled rows to `out` [requests, vocab] float32, at their requests. Triton's only."""
+    """Write the distributions of sampled rows to `out` [requests, vocab] float32, at their requests."""
     rows, vocab = weights.logits.shape
     assert out.stride(1) == 1
-    if rows:
+    if (native := cpu_kernel("write_probabilities", weights.logits, out)) is not None:
+        native(*weights.pointers, out, *weights.dimensions, out.stride(0))
+    elif rows:
         _write_kernel[(rows, weights.peaks.shape[1])](
             weights.pointers, out, vocab, weights.logits.stride(0), out.stride(0), num_warps=4, **weights.sizes
         )

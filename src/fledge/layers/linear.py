@@ -1,8 +1,8 @@
-"""A linear layer that small batches do not starve, and the norm that goes before it.
+"""A linear layer that is fast for small batches, and RMSNorm.
 
-Decoding multiplies a few rows with a large matrix. On a GPU a kernel of our own takes the few rows, and cuBLAS the
-many; or kernels of our own take all, in one order of sums. Models construct `Linear` and nothing else: whoever has the
-weights in another form (a quantised checkpoint, a layout for CPUs) puts a module with the same `forward` in its place.
+Decoding multiplies a few rows with a large matrix. On a GPU our own kernel is used for few rows and cuBLAS for many; if
+`batch_invariant`, our own kernels for all of them, which always sum in the same order. Models construct only `Linear`;
+loaders replace it with a module of the same `forward` for quantised weights or layouts for CPUs.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from fledge.layers.config import LayerConfig
 class Linear(nn.Linear):
     """`nn.Linear` with the same parameters and results."""
 
-    batch_invariant = False  # on a GPU: a row has the same bits in whatever company
+    batch_invariant = False  # on a GPU: the bits of a row do not depend on the other rows
 
     def reset_parameters(self) -> None:
-        if self.weight.device.type != "meta":  # else nothing is there yet; some models have ten thousand of these
+        if self.weight.device.type != "meta":  # there it would only cost time
             super().reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,9 +35,9 @@ class Linear(nn.Linear):
 
 @torch.inference_mode(False)
 def join_rows(linears: Sequence[nn.Module], kind: str = "weight") -> Tensor:
-    """Return the rows of all `linears`, one after the other, for inference.
+    """Return the rows of all `linears` in one tensor, for inference.
 
-    Their own parameters become views of it under the names they had, so there is no second copy, and get no gradients.
+    Their parameters become views of it, without gradients, so there is no second copy.
     """
     parts = [getattr(one, kind).detach() for one in linears]
     joined = torch.cat(parts)
@@ -74,11 +74,11 @@ class OffsetRMSNorm(RMSNorm):
 
 
 def norm_of(config: LayerConfig, size: int) -> RMSNorm:
-    """Return a norm over `size` numbers of the kind that a layer's norms are."""
+    """Return a norm over `size` dimensions, of the kind in the layer's config."""
     kind = OffsetRMSNorm if config.norm_offset else RMSNorm
     return kind(size, config.norm_eps)
 
 
 def compute_weight(model: nn.Module) -> Tensor:
-    """Return a weight with the dtype and device a model computes with: a norm's, which no weight format changes."""
+    """Return a weight with the dtype and device that a model computes in: that of a norm, which is never quantised."""
     return next(module.weight for module in model.modules() if isinstance(module, RMSNorm))

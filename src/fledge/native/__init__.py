@@ -20,10 +20,11 @@ from fledge.models.target.decoder import TargetModel
 from fledge.native import library as compiled
 from fledge.native import team
 from fledge.native.decoder import NativeTarget, lower_layers
-from fledge.native.drafter import lower_drafter
+from fledge.native.drafter import NativeDrafter, lower_drafter
 from fledge.native.linear import pack_linears
 
-KERNELS = ("argmax_rows", "first_largest", "accept_chain", "open_round", "settle_round")
+KERNELS = ("first_largest", "accept_chain", "open_round", "settle_round", "philox_uniforms")
+TEAM_KERNELS = ("argmax_rows", "weigh_rows", "draw_rows", "write_probabilities", "reject_drafts")
 TREE_KERNELS = ("grow_trees", "rank_trees", "open_trees", "accept_trees")
 
 
@@ -50,6 +51,11 @@ def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetMode
     return target, None if drafter is None else lower_drafter(drafter) or drafter
 
 
+def is_in_library(target: TargetModel, drafter: Drafter | None) -> bool:
+    """Whether all layers of both models are run by the library, and so little is left to torch."""
+    return isinstance(target, NativeTarget) and (drafter is None or isinstance(drafter, NativeDrafter))
+
+
 def accelerate_drafter(drafter: Drafter) -> Drafter:
     """The same for a drafter that comes later, to a target that `accelerate` has made ready."""
     if compute_weight(drafter).device.type != "cpu":
@@ -63,4 +69,5 @@ def accelerate_drafter(drafter: Drafter) -> Drafter:
 def kernels_of(library: ctypes.CDLL) -> dict[str, Any]:
     """Return the library's versions of kernels, by their names."""
     kernels = {name: getattr(library, f"fledge_{name}") for name in KERNELS + TREE_KERNELS}
-    return kernels | {"argmax_rows": functools.partial(team.call, library.fledge_argmax_rows)}
+    by_team = {name: functools.partial(team.call, getattr(library, f"fledge_{name}")) for name in TEAM_KERNELS}
+    return kernels | by_team

@@ -5,6 +5,8 @@
 #define QUERIES 16 /* rows of a tile: keys are turned once for all of them */
 #define OFFSET_FLOATS ((int64_t)(sizeof(int64_t) / sizeof(float)))
 #define TOGETHER 4 /* rows whose sums are in registers at the same time */
+#define SOON 16 /* keys after which one that is asked for is read: blocks lie anywhere, and nothing else foresees them */
+#define LINE 16 /* floats that memory gives at once */
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -116,12 +118,18 @@ static int sees(const Tile *tile, int64_t token, int64_t key) {
     return context + depths[keys - pass->rows + token] - position < tile->shape->window;
 }
 
+static void fetch(const Tile *tile, const float *rows, int64_t key) {
+    const float *row = rows + tile->offsets[smaller(key, tile->to - 1) - tile->from];
+    for (int64_t d = 0; d < tile->shape->head_dim; d += LINE) __builtin_prefetch(row + d);
+}
+
 /* LANES keys as the columns of turned [head_dim, LANES]; keys from `to` on are stood in for by the last. */
 static void turn_keys(const Tile *tile, int64_t key, float *turned) {
     int64_t dim = tile->shape->head_dim;
     const float *rows[LANES];
     for (int i = 0; i < LANES; i++)
         rows[i] = tile->keys + tile->offsets[smaller(key + i, tile->to - 1) - tile->from];
+    for (int i = 0; i < LANES; i++) fetch(tile, tile->keys, key + SOON + i);
     for (int64_t d = 0; d < dim; d += LANES) {
         vec square[LANES];
         for (int i = 0; i < LANES; i++) square[i] = load_part(rows[i] + d, dim - d);
@@ -188,6 +196,7 @@ INLINE void mix(const Tile *tile, const float *weights, int64_t weights_stride, 
         for (int v = 0; v < width; v++) sums[r][v] = (vec){0};
     for (int64_t key = tile->from; key < tile->to; key++) {
         const float *value = tile->values + tile->offsets[key - tile->from] + d;
+        if (d == 0) fetch(tile, tile->values, key + SOON);
         for (int v = 0; v < width; v++) {
             vec part = width > 1 ? load(value + v * LANES) : load_part(value, left);
             for (int r = 0; r < rows; r++) sums[r][v] += weights[r * weights_stride + key - tile->from] * part;

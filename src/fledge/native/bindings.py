@@ -20,7 +20,7 @@ def bind(path: str) -> ctypes.CDLL:
     try:
         for name, parameters in re.findall(r"^(?:void|int32_t) (fledge_\w+)\(([^)]*)\)", _declarations(), re.MULTILINE):
             getattr(loaded, name).argtypes = [kind for part in parameters.split(",") for _, kind in _declared(part)]
-        for name in ("fledge_decode", "fledge_linear", "fledge_run", "fledge_draft"):
+        for name in ("fledge_decode", "fledge_linear", "fledge_run", "fledge_draft", "fledge_weigh_rows"):
             getattr(loaded, name).restype = _check_memory
     except AttributeError as error:
         raise OSError(str(error)) from None
@@ -46,12 +46,17 @@ def _declared(text: str) -> Iterator[tuple[str, Any]]:
             yield re.findall(r"\w+", name)[-1], kind
 
 
+_as_pointer = ctypes.c_void_p.from_param
+
+
 class _Pointer(ctypes.c_void_p):
     """What C takes by its address: as an argument a tensor, a struct, an array or nothing."""
 
     @classmethod
     def from_param(cls, value: Any) -> Any:
-        return ctypes.byref(value) if isinstance(value, ctypes.Structure) else super().from_param(_address(value))
+        if isinstance(value, Tensor):  # first: a step has some fifty of them
+            return _as_pointer(value.data_ptr())
+        return ctypes.byref(value) if isinstance(value, ctypes.Structure) else _as_pointer(_address(value))
 
 
 def _address(value: Any) -> Any:

@@ -1,12 +1,12 @@
 """A drafter lowered to the table of operations that `program.c` runs."""
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.draw_drafts import DraftDraws
 from fledge.kernels.round_ends import DraftPlaces
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.paged_cache import MixedPass, PagedPass
@@ -72,11 +72,11 @@ class NativeDrafter(Drafter):
         last_rows: Tensor,
         places: DraftPlaces,
         depth: int,
-        choose: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
+        draws: DraftDraws | None = None,
     ) -> DraftedChains:
         read = self._read(states)
-        if choose is not None or not is_lowerable_pass(storage, read):
-            return super().draft_chain(states, tokens, positions, storage, last_rows, places, depth, choose)
+        if not is_lowerable_pass(storage, read):
+            return super().draft_chain(states, tokens, positions, storage, last_rows, places, depth, draws)
         assert isinstance(storage, PagedPass)
         batch = len(last_rows)
         described = pass_struct(len(tokens), self.rope(positions, read.dtype), storage)
@@ -91,6 +91,7 @@ class NativeDrafter(Drafter):
             self._program,
             described,
             steps,
+            None if draws is None else _draws_struct(draws),
             read.contiguous(),
             tokens.contiguous(),
             last_rows.contiguous(),
@@ -119,6 +120,22 @@ class NativeDrafter(Drafter):
             None if tokens is None else tokens.contiguous(),
             (ctypes.c_void_p * len(buffers))(*buffers),
         )
+
+
+def _draws_struct(draws: DraftDraws) -> Any:
+    probabilities, settings = draws.probabilities, draws.settings
+    assert probabilities.stride(2) == 1
+    return struct(
+        "Draws",
+        request=draws.request.contiguous(),
+        sampled=settings.sampled,
+        temperature=settings.temperature,
+        uniforms=draws.uniforms.contiguous(),
+        probabilities=probabilities,
+        request_stride=probabilities.stride(0),
+        step_stride=probabilities.stride(1),
+        vocab=probabilities.shape[2],
+    )
 
 
 def lower_drafter(drafter: Drafter) -> NativeDrafter | None:

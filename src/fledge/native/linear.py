@@ -15,6 +15,7 @@ from fledge.kernels.quantize_rows import CodedRows
 from fledge.layers.linear import Linear
 from fledge.layers.mlp import SwiGLU
 from fledge.layers.quantized import QuantizedLinear
+from fledge.models.drafter.base import Drafter
 from fledge.native import team
 from fledge.native.bindings import struct
 from fledge.native.library import library, required
@@ -90,11 +91,15 @@ def pack_linears(*models: nn.Module) -> None:
         and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in module.parameters())
     ]
     paired: set[nn.Module] = {module.gate_up_proj for module in modules if isinstance(module, SwiGLU)}
+    cached: set[nn.Module] = {module for model in models if isinstance(model, Drafter) for module in model.modules()}
+    cached -= {module for model in models if not isinstance(model, Drafter) for module in model.modules()}
     replaced: dict[nn.Module, nn.Module] = {}
     if library() is not None:
-        replaced = {one: PackedLinear(one, packed) for one, packed in zip(plain, pack(plain, paired), strict=True)}
+        replaced = {
+            one: PackedLinear(one, packed) for one, packed in zip(plain, pack(plain, paired, cached), strict=True)
+        }
         quantized = [one for one in modules if _is_quantized(one) and is_packable(one.quantized)]
-        made = zip(quantized, _pack_quantized(quantized, paired), strict=True)
+        made = zip(quantized, _pack_quantized(quantized, paired, cached), strict=True)
         replaced |= {one: PackedQuantizedLinear(one, packed) for one, packed in made}
     else:
         # A torch without oneDNN, or with another signature, goes without.
@@ -129,7 +134,9 @@ def _dequantize_unreadable(models: Iterable[nn.Module]) -> None:
     _replace(modules, dense)
 
 
-def _pack_quantized(linears: Sequence[QuantizedLinear], paired: Collection[nn.Module]) -> list[Any]:
+def _pack_quantized(
+    linears: Sequence[QuantizedLinear], paired: Collection[nn.Module], cached: Collection[nn.Module]
+) -> list[Any]:
     """Lay out quantised matrices for the library, those of a model side by side, each with its scales."""
     lanes = int(required().fledge_lanes())
     memory = _Memory(sum(panel_bytes(one.quantized, lanes, paired=one in paired) for one in linears))
@@ -146,6 +153,7 @@ def _pack_quantized(linears: Sequence[QuantizedLinear], paired: Collection[nn.Mo
             codes=panels.codes,
             group=panels.group,
             rounds_x=one.activations is not None,
+            cached=one in cached,
             input_scale=0.0 if one.input_scale is None else float(one.input_scale),
             **fields,
         )
@@ -172,8 +180,10 @@ class _Memory:
         return self.take(tensor.numel(), tensor.dtype).copy_(tensor.flatten())
 
 
-def pack(linears: Sequence[Linear], paired: Collection[nn.Module] = ()) -> list[Any]:
-    """Lay out matrices for the library. Those in `paired` are gate and up in one.
+def pack(
+    linears: Sequence[Linear], paired: Collection[nn.Module] = (), cached: Collection[nn.Module] = ()
+) -> list[Any]:
+    """Lay out matrices for the library. Those in `paired` are gate and up in one, `cached` as in `Matrix`.
 
     What is read together lies together, in large pages where the system has them: looking up the place of small ones
     takes a sixth of the time of reading them. A matrix whose numbers are bfloat16's is kept in 16 bits: products are
@@ -198,6 +208,7 @@ def pack(linears: Sequence[Linear], paired: Collection[nn.Module] = ()) -> list[
             size=weight.shape[1],
             codes=HALVES if dtype == torch.int16 else FLOATS,
             paired=one in paired,
+            cached=one in cached,
         )
         required().fledge_pack(matrix, weight, matrix.held["panels"])
         packed.append(matrix)

@@ -11,13 +11,16 @@
 #define TILE 12 /* 24 of 32 registers */
 #endif
 
-/* Panels at once. A sum waits four cycles for itself, so eight of them are needed to keep both multipliers busy. */
+/* Panels at once for one or two rows. Where a word holds more than two numbers, multiplying takes longer than reading,
+   and so it does from a cache; then a sum waits four cycles for itself, and more sums keep the multipliers busy.
+   Otherwise it is the memory that is waited for, and one panel after another is what the processor fetches best. */
 #define MOST_PANELS 4
-#define PANELS_FOR(rows) ((rows) == 1 ? MOST_PANELS : (rows) == 2 ? 2 : 1)
+#define PANELS_FOR(rows, numbers) ((numbers) > (rows) ? (numbers) / (rows) : 1)
+#define NUMBERS(matrix, codes) ((matrix)->cached ? MOST_PANELS : 16 / CODE_BITS(codes))
 
 #define BLOCK (8 * TILE) /* rows that are made ready together */
 
-/* Words to be read so much later. With one or two rows the processor runs ahead far enough by itself. */
+/* Vectors of one panel that are asked for so much earlier than they are read. Of several, those that come next are. */
 #define AHEAD 256
 
 int64_t panel_count(const Matrix *matrix) {
@@ -206,8 +209,9 @@ INLINE void tile(const Matrix *matrix, int64_t panel, const int panels, Input in
             for (int r = 0; r < rows; r++) sum[p][r][0] = sum[p][r][1] = (vec){0};
         for (int64_t k = g * group; k < end; k += STEP(codes)) {
             const uvec *here = words + k / STEP(codes) * WORDS(codes);
-            if (rows > 2 && codes != FLOATS)
-                for (int p = 0; p < panels; p++) __builtin_prefetch(here + p * stride + AHEAD, 0, 2);
+            for (int p = 0; codes != FLOATS && p < panels; p++)
+                for (int word = 0; word < WORDS(codes); word++)
+                    __builtin_prefetch(here + p * stride + word + (panels > 1 ? panels * stride : AHEAD), 0, 2);
 #define ELEMENT(e) \
     if (e < STEP(codes)) add_products(here, stride, panels, in.x + k + e, in.x_stride, rows, sum, e, codes);
             ELEMENT(0) ELEMENT(1) ELEMENT(2) ELEMENT(3) ELEMENT(4) ELEMENT(5) ELEMENT(6) ELEMENT(7)
@@ -236,8 +240,9 @@ INLINE void tile(const Matrix *matrix, int64_t panel, const int panels, Input in
 /* Up to `panels` panels from `panel` on; returns how many. */
 INLINE int64_t tile_of(const Matrix *matrix, int64_t panel, int64_t panels, Input in, int rows, float *out,
                        int64_t out_stride, Ending ending, const int codes) {
+    int64_t most = PANELS_FOR(rows, NUMBERS(matrix, codes));
 #define SOME(n, r)                                                             \
-    if (PANELS_FOR(r) >= n && panels >= n) {                                   \
+    if (PANELS_FOR(r, MOST_PANELS) >= n && panels >= n && most >= n) {         \
         tile(matrix, panel, n, in, r, out, out_stride, ending, codes);         \
         return n;                                                              \
     }
@@ -272,7 +277,8 @@ void multiply(const Matrix *matrix, const float *x, int64_t x_stride, int64_t ro
     for (int64_t block = 0; block < rows; block += BLOCK) {
         int64_t end = clamp(block + BLOCK, rows);
         Input ready = make_ready(matrix, x + block * x_stride, x_stride, end - block, scratch);
-        int64_t tiles = (end - block + TILE - 1) / TILE, width = PANELS_FOR((end - block) / tiles);
+        int64_t tiles = (end - block + TILE - 1) / TILE;
+        int64_t width = PANELS_FOR((end - block) / tiles, NUMBERS(matrix, matrix->codes));
         for (int64_t from = first; from < last; from += width)
             for (int64_t t = 0; t < tiles; t++) {
                 int64_t row, after, to = clamp(from + width, last);

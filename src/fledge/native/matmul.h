@@ -23,6 +23,8 @@ typedef enum { FLOATS, HALVES, BYTES, FLOAT8, NIBBLES } Codes;
    taken off before; both [panels, groups, PANEL], and `size` and `group` are whole words. Zero
    points, and the 8 of nibbles, are taken off the sum of a group, which is then scaled: within rounding of what FLOATS
    would give, and the same bits whatever the company.
+   `cached`: one row of x comes when what is read is in a cache still, as the matrices of a drafter are from its second
+   step on.
    `rounds_x`: x is rounded to E4M3 first, with `input_scale`, or where that is 0 with a scale for each row.
    `paired`: a panel has LANES columns of the first half of W and the same columns of the second half: gate and up. */
 typedef struct {
@@ -30,7 +32,7 @@ typedef struct {
     const float *bias; /* [columns] or NULL */
     const float *scales, *zeros; /* or NULL */
     int64_t columns, size, group;
-    int32_t codes, paired, rounds_x;
+    int32_t codes, paired, rounds_x, cached;
     float input_scale;
 } Matrix;
 

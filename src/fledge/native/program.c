@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "decoder.h"
+#include "draw.h"
 #include "rows.h"
 
 typedef enum {
@@ -108,10 +109,11 @@ static float norm(const float *row, int64_t size) {
     return sqrtf(squares);
 }
 
-/* norms [batch, depth + 1]: of the hidden states behind each draft, and of what the head read for the last. */
-int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps, float *states, const int64_t *tokens,
-                     const int64_t *last_rows, int64_t depth, int64_t *drafts, float *confidence, float *norms,
-                     int threads) {
+/* Each draft is the likeliest token, or drawn where `draws`, unless NULL, says so. norms [batch, depth + 1]: of the
+   hidden states behind each draft, and of what the head read for the last. */
+int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps, const Draws *draws, float *states,
+                     const int64_t *tokens, const int64_t *last_rows, int64_t depth, int64_t *drafts,
+                     float *confidence, float *norms, int threads) {
     int64_t batch = steps->tokens, width = program->widths[program->head], vocab = program->output.columns;
     int64_t first_step = program->fuse_count, end = program->fuse_count + program->step_count;
     float *given[program->buffers], *buffers[program->buffers], *rest;
@@ -137,8 +139,13 @@ int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps
             copy_rows(buffers[FEATURES] + b * width, 0, feature + row * width, 0, 1, width);
         }
         if (!failed) failed = fledge_linear(&program->output, read, width, batch, logits, threads);
-        fledge_argmax_rows(logits, program->offsets, drafts + i * batch, confidence + i * batch, batch, vocab,
-                           threads);
+        int64_t *chosen = drafts + i * batch;
+        float *likely = confidence + i * batch;
+        fledge_argmax_rows(logits, program->offsets, chosen, likely, batch, vocab, threads);
+        if (!draws) continue;
+#pragma omp parallel for num_threads(threads) if (batch > 4)
+        for (int64_t b = 0; b < batch; b++)
+            draw_draft(draws, b, batch, i, logits + b * vocab, program->offsets, vocab, chosen + b, likely + b);
     }
     for (int64_t b = 0; b < batch; b++) norms[b * (depth + 1) + depth] = norm(read + b * width, width);
     free(memory);

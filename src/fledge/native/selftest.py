@@ -19,6 +19,8 @@ from fledge.native.panels import FLOATS, HALVES, quantized_panels
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _DIM = 40, 38, 4, 2, 12
 _CONTEXT, _ROWS, _BLOCK = 21, 7, 5
 _EPS = 1e-5
+# Of seed 0 at 0 (the first known answer of Philox4x32-10) and of seed -5 at 3 << 33, of the first stream.
+_UNIFORMS = [0.3990464708489645, 0.6384416703370993]
 
 
 def check(library: ctypes.CDLL) -> None:
@@ -41,11 +43,55 @@ def check(library: ctypes.CDLL) -> None:
     library.fledge_argmax_rows(logits, None, chosen, None, *logits.shape, torch.get_num_threads())
     if not torch.equal(chosen, argmax_rows_reference(logits)):
         raise OSError("the choice of the largest fails its self-test (miscompiled?)")
+    _check_drawing(library, source)
     drafts, choices = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 2, 9, 8], [4, 5, 6, 7]])
     tokens, accepted = torch.empty_like(choices), torch.empty(2).long()
     library.fledge_accept_chain(drafts, choices, None, tokens, accepted, 2, 4, 3)
     if [*tokens.flatten(), *accepted] != [1, 2, 9, -1, 4, 5, 6, 7, 2, 3]:
         raise OSError("the acceptance of drafts fails its self-test (miscompiled?)")
+
+
+def _check_drawing(library: ctypes.CDLL, source: torch.Generator) -> None:
+    """Tokens that are drawn, and drafts that are judged, are those that probabilities in float64 say."""
+    numbers = torch.empty(2, dtype=torch.float64)
+    library.fledge_philox_uniforms(torch.tensor([0, -5]), torch.tensor([0, 3 << 33]), numbers, 2, 0)
+    if numbers.tolist() != _UNIFORMS:
+        raise OSError("random numbers fail their self-test (miscompiled?)")
+    logits, temperature, threads = 2 * _random(source, 6, 1300), 0.7, torch.get_num_threads()
+    p = (logits / temperature).double().softmax(-1)
+    p[3:] *= p[3:] >= p[3:].topk(9).values[:, -1:]  # the second request has a top-k
+    p /= p.sum(-1, keepdim=True)
+    request, both = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([True, True])
+    single, double = torch.float32, torch.float64
+    filters = torch.tensor([0, 9]), torch.ones(2, dtype=double), torch.zeros(2, dtype=single)
+    chunks = torch.empty(6, 2, dtype=single), torch.empty(6, 2, dtype=double)
+    weighed = (torch.empty(6, dtype=single), torch.empty(6).long(), *chunks)
+    given = (logits, request, both, torch.full((2,), temperature, dtype=single), *weighed)
+    sizes = (*logits.shape, logits.stride(0))
+    library.fledge_weigh_rows(*given, *filters, *sizes, threads)
+    wanted, found = p.argmax(-1), torch.empty(6).long()
+    library.fledge_draw_rows(*given, _middle(p, wanted), found, None, *sizes, threads)
+    if not torch.equal(found, wanted):
+        raise OSError("the drawing of tokens fails its self-test (miscompiled?)")
+    # Two drafts each: the first of the one falls, those of the other stand.
+    q, drafts = p.view(2, 3, -1)[:, :2].flip(0).float().contiguous(), torch.tensor([[700, 701], [0, 0]])
+    q[0, 0, 700], drafts[1] = 1.0, wanted[3:5]
+    above = (p[:1] - q[0, :1]).clamp(min=0)
+    corrected = torch.cat([above.argmax(-1), wanted[5:]])
+    judging, correcting = torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=double), torch.zeros(2, 3, dtype=double)
+    correcting[0, 0], correcting[1, 2] = _middle(above, corrected[:1])[0], _middle(p[5:], wanted[5:])[0]
+    tokens, accepted = torch.empty(2, 3).long(), torch.empty(2).long()
+    drawn = (drafts, torch.tensor([0, 1]), both, torch.tensor([2, 2]), q, torch.arange(6))
+    strides = (1300, 1300, 2600, 1300)
+    library.fledge_reject_drafts(*given, *drawn, judging, correcting, tokens, accepted, 2, 3, *strides, threads)
+    if [*tokens.flatten(), *accepted] != [corrected[0], -1, -1, *drafts[1], corrected[1], 0, 2]:
+        raise OSError("the judging of drafts fails its self-test (miscompiled?)")
+
+
+def _middle(weights: Tensor, tokens: Tensor) -> Tensor:
+    """The random numbers [rows] in the middle of those by which these tokens are drawn."""
+    upper, own = (one.gather(1, tokens[:, None]).squeeze(1) for one in (weights.cumsum(-1), weights))
+    return (upper - own / 2) / weights.sum(-1)
 
 
 def _check_quantized(library: ctypes.CDLL, source: torch.Generator) -> None:

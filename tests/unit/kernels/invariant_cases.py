@@ -60,7 +60,7 @@ def linear(columns: int, size: int, dtype: torch.dtype, device: str, counts: Seq
 
 
 def quantized_linear(
-    weights: Sequence[QuantizedWeight], dtype: torch.dtype, device: str, counts: Sequence[int], *, units: float = 2
+    weights: Sequence[QuantizedWeight], dtype: torch.dtype, device: str, counts: Sequence[int]
 ) -> None:
     """As `linear`, with the public function, for weights in fewer bits; the matrix may be rounded to `dtype`."""
     for weight in weights:
@@ -72,7 +72,7 @@ def quantized_linear(
         exact = F.linear(rounded.double(), dequantize(weight).double(), bias.double())
         multiply = in_triton(functools.partial(multiplying.quantized_linear, invariant=True))
         whole = multiply(x, weight, bias)
-        close(whole, exact.to(dtype), units, size=float(exact.abs().max()))
+        close(whole, exact.to(dtype), 2, size=float(exact.abs().max()))
         for count in counts:
             first = max(counts) - count  # other neighbours, and rows elsewhere in a tile
             same(multiply(x[first:], weight, bias), whole[first:], f"{weight.kind} {columns} x {size}, {count} rows")

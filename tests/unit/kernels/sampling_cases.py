@@ -1,5 +1,8 @@
 """Drawing tokens, with filters and without, and judging drafts that were drawn: kernels beside their definitions."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +17,7 @@ from fledge.kernels.reject import DrawnDrafts, reject_drafts
 from tests.unit.kernels.cases import randn
 from tests.unit.kernels.interpreter import in_plain_torch, in_triton
 
-sample_rows_triton = in_triton(sampling.sample_rows)
+Run = Callable[[Callable[..., Any]], Callable[..., Any]]  # how a case calls a kernel: `in_triton`, or as it is
 adjust_rows_triton = in_triton(adjust_rows)
 EDGE = 1e-6  # how near to an edge a random number may be judged either way
 
@@ -54,7 +57,9 @@ def defined_probabilities(logits: Tensor, request: Tensor, settings: RowSettings
     return scaled.double().softmax(-1)
 
 
-def sample(rows: int, vocab: int, dtype: torch.dtype, device: str, *, filtering: bool = False) -> None:
+def sample(
+    rows: int, vocab: int, dtype: torch.dtype, device: str, *, filtering: bool = False, run: Run = in_triton
+) -> None:
     """The drawn token's share of the cumulative probability, in float64, holds the uniform, to `EDGE`."""
     request, settings = rows_of_requests(rows, device, filtering=filtering)
     logits = random_logits(rows, vocab, dtype, device)
@@ -62,7 +67,7 @@ def sample(rows: int, vocab: int, dtype: torch.dtype, device: str, *, filtering:
     uniforms[0] = 0.0
     uniforms[-1] = 1.0 - 2.0**-53
     drawn, reference = (torch.full((rows,), -7, device=device) for _ in range(2))
-    sample_rows_triton(logits, request, settings, uniforms, drawn)
+    run(sampling.sample_rows)(logits, request, settings, uniforms, drawn)
     in_plain_torch(sampling.sample_rows)(logits, request, settings, uniforms, reference)
     sampled = settings.sampled[request]
     assert (drawn[~sampled] == -7).all(), "rows of greedy requests are left alone"
@@ -106,7 +111,7 @@ def bounds(rows: int, vocab: int, dtype: torch.dtype, device: str, *, temperatur
     assert (differ > 0).sum() <= rows // 8
 
 
-def probabilities(rows: int, vocab: int, device: str) -> None:
+def probabilities(rows: int, vocab: int, device: str, *, run: Run = in_triton) -> None:
     """Written at the requests that draw, and nowhere else; the largest of each beside the token that was drawn."""
     request, settings = (
         torch.randperm(rows + 3, device=device)[:rows],
@@ -116,9 +121,9 @@ def probabilities(rows: int, vocab: int, device: str) -> None:
     logits = random_logits(rows, vocab, torch.float32, device)
     out = torch.full((rows + 3, 2, vocab), -1.0, device=device)
     tokens, largest = torch.full((rows,), -7, device=device), torch.full((rows,), -7.0, device=device)
-    weighed = sampling.weigh_rows(logits, request, settings)
-    sampling.write_probabilities(weighed, out[:, 1])
-    sampling.draw_rows(weighed, torch.rand(rows, dtype=torch.float64, device=device), tokens, largest)
+    weighed = run(sampling.weigh_rows)(logits, request, settings)
+    run(sampling.write_probabilities)(weighed, out[:, 1])
+    run(sampling.draw_rows)(weighed, torch.rand(rows, dtype=torch.float64, device=device), tokens, largest)
     sampled = settings.sampled[request]
     expected = defined_probabilities(logits, request, settings).float()
     torch.testing.assert_close(out[request[sampled], 1], expected[sampled], rtol=2e-5, atol=1e-9)
@@ -128,7 +133,16 @@ def probabilities(rows: int, vocab: int, device: str) -> None:
     assert (largest[~sampled] == -7).all()
 
 
-def reject(batch: int, depth: int, vocab: int, device: str, *, filtering: bool = False, flat: bool = False) -> None:
+def reject(
+    batch: int,
+    depth: int,
+    vocab: int,
+    device: str,
+    *,
+    filtering: bool = False,
+    flat: bool = False,
+    run: Run = in_triton,
+) -> None:
     """As by `accept_rejection`, where a random number is not at an edge; requests without drawn drafts are left alone.
 
     `flat`: places are decided by rows in another order.
@@ -153,9 +167,9 @@ def reject(batch: int, depth: int, vocab: int, device: str, *, filtering: bool =
     uniforms = [torch.rand(batch, n, dtype=torch.float64, device=device) for n in (depth, width)]
     expected = accept_rejection(drafts, q, p, *uniforms, draft_lengths=counts)
     outcome = Accepted(torch.full((batch, width), -7, device=device), torch.full((batch,), -7, device=device))
-    weighed = sampling.weigh_rows(logits, request, settings)
+    weighed = run(sampling.weigh_rows)(logits, request, settings)
     drawn = DrawnDrafts(drafts, of_entry, are_drawn, counts, draft_probs)
-    reject_drafts(outcome, drawn, weighed, at, (uniforms[0], uniforms[1]))
+    run(reject_drafts)(outcome, drawn, weighed, at, (uniforms[0], uniforms[1]))
 
     judged = are_drawn[of_entry] & (counts > 0)
     assert (outcome.tokens[~judged] == -7).all()

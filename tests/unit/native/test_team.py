@@ -1,18 +1,23 @@
 """Giving way to neighbours: fewer threads while they keep each other waiting, and all again when they no longer do."""
 
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from fledge.bench.rounds import make_pair
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import LLMEngine
 from fledge.native import team
 from fledge.native.library import library
 from fledge.native.linear import packed_linear
-from fledge.native.team import FIRST_PAUSE, LONGEST_PAUSE, WINDOW, Team
+from fledge.native.team import FIRST_PAUSE, LATE_WINDOWS, LONGEST_PAUSE, WINDOW, Team
+from tests.engine_cases import speculation
 from tests.unit.native.native_cases import pack
 
-LONGEST = (LONGEST_PAUSE + 1) * WINDOW  # seconds between two trials, about
+LONGEST = (LONGEST_PAUSE + 1) * LATE_WINDOWS * WINDOW  # seconds between two trials, about
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +64,17 @@ def test_when_the_neighbours_have_gone_all_threads_are_back_and_a_hiccup_is_soon
     assert set(cores.sizes(LONGEST + 4 * WINDOW)[-10:]) == {8}
     cores.sizes(1.0)
     cores.fit = 4
-    assert cores.sizes(2.5 * WINDOW)[-1] == 4
+    assert cores.sizes((LATE_WINDOWS + 1.5) * WINDOW)[-1] == 4
     cores.fit = 8
-    assert cores.sizes((FIRST_PAUSE + 2) * WINDOW)[-1] == 8
+    assert cores.sizes((FIRST_PAUSE * LATE_WINDOWS + 2) * WINDOW)[-1] == 8
+
+
+def test_one_call_whose_threads_wait_is_no_neighbour() -> None:
+    """It wrote to memory for the first time, say."""
+    patient = Team()
+    for call in range(100):
+        patient.observe(seconds=0.05, waited=0.045 * 7 if call % 2 else 0.0)
+        assert patient.size == 8
 
 
 def test_waits_that_are_not_most_of_the_time_are_borne() -> None:
@@ -85,3 +98,44 @@ def test_a_call_whose_threads_wait_makes_the_next_team_smaller(monkeypatch: pyte
     assert sizes[0] == 2
     assert sizes[-1] == 1
     assert torch.equal(packed_linear(x[:1], packed), found[:1])
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler here")
+def test_torch_has_one_thread_between_calls_that_have_all_of_them() -> None:
+    with team.torch_alone():
+        assert torch.get_num_threads() == 1
+        assert team._team().size == 8 >> team._team()._halvings
+    assert torch.get_num_threads() == 8
+    with pytest.raises(ValueError, match="within"), team.torch_alone():
+        raise ValueError("within")
+    assert torch.get_num_threads() == 8
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler here")
+def test_threads_that_begin_meanwhile_have_all_of_torchs_and_end_nobody_elses_solitude() -> None:
+    seen: list[int] = []
+
+    def another() -> None:  # engine, or what the user does beside it
+        seen.append(torch.get_num_threads())
+        with team.torch_alone():
+            seen.append(torch.get_num_threads())
+        seen.append(torch.get_num_threads())
+
+    with team.torch_alone():
+        thread = threading.Thread(target=another)
+        thread.start()
+        thread.join()
+        assert torch.get_num_threads() == 1
+        assert team._team().size == 8 >> team._team()._halvings
+    assert seen == [8, 1, 8]
+
+
+def test_an_engine_in_the_library_leaves_torch_one_thread_while_it_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(LLMEngine, "_step", lambda _: seen.append(torch.get_num_threads()))
+    for pack_weights in (True, False):
+        target, drafter = make_pair("29m", torch.float32, torch.device("cpu"))
+        config = EngineConfig(speculative_config=speculation(1), num_blocks=20, pack_weights=pack_weights)
+        LLMEngine(target, drafter, config).step()
+    assert seen == [1 if library() is not None else 8, 8]
+    assert torch.get_num_threads() == 8

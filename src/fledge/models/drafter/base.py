@@ -8,7 +8,7 @@ so a drafter is always one token ahead of the target's feature. While drafting, 
 drafter's own output instead of the target's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.argmax import likeliest_rows
+from fledge.kernels.draw_drafts import DraftDraws, draw_drafts
 from fledge.kernels.round_ends import DraftPlaces
 from fledge.kernels.top_rows import top_rows
 from fledge.layers.attention import KeyValueStorage
@@ -144,12 +145,12 @@ class Drafter(nn.Module):
         last_rows: Tensor,
         places: DraftPlaces,
         depth: int,
-        choose: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
+        draws: DraftDraws | None = None,
     ) -> DraftedChains:
         """Read settled rows (states, tokens and positions, [rows] each), then draft from `last_rows` [n] of them.
 
-        Each of `depth` steps takes the likeliest token and its probability, or `choose(head [n, hidden], step)`;
-        `places` says where the steps after the first go.
+        Each of `depth` steps takes the likeliest token, or the one drawn in its place where `draws` says so, and the
+        largest probability there; `places` says where the steps after the first go.
         """
         out = self(tokens, self.fuse(states), positions, storage)
         head = out.head[last_rows]
@@ -163,7 +164,10 @@ class Drafter(nn.Module):
                 out = self(drafts[-1], feature, position, storage.step(places.tables, position, places.slots[step - 1]))
                 head, feature = out.head, out.feature
                 hidden.append(out.hidden)
-            chosen, likely = self.likeliest(head) if choose is None else choose(head, step)
+            logits = self.logits(head)
+            chosen, likely = self.likeliest_by(logits)
+            if draws is not None:
+                draw_drafts(self.spread(logits), draws, step, chosen, likely)
             drafts.append(chosen)
             confidence.append(likely)
         return DraftedChains(torch.stack(drafts, dim=1), torch.stack(confidence, dim=1), state_norms(hidden, head))

@@ -361,18 +361,18 @@ def drafts_after(
     return tuple(draft.tokens.tolist()), tuple(parents)
 
 
-def run_checking_drafts(engine: LLMEngine, name: str, asks: Sequence[Ask], limit: int = 2000) -> list[Request]:
+def run_checking_drafts(engine: LLMEngine, name: str, asks: Sequence[Ask]) -> list[Request]:
     """Run requests together on an engine that reads at once; what is drafted must be what the oracle drafts."""
     first = engine.stats().finished + engine.stats().aborted
     requests = [ask.submit(engine, f"{first}-{i}") for i, ask in enumerate(asks)]
-    while engine.has_unfinished:
+    for _ in range(2000):
+        if not engine.has_unfinished:
+            return requests
         engine.step()
         engine.check_integrity()
         for ask, request in zip(asks, requests, strict=True):
             assert_drafts(engine, name, ask, request)
-        limit -= 1
-        assert limit > 0, "the engine does not come to an end"
-    return requests
+    raise AssertionError("the engine does not come to an end")
 
 
 def wrong_drafts(engine: LLMEngine, name: str, ask: Ask, request: Request) -> bool:

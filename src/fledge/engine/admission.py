@@ -78,7 +78,7 @@ NO_BUDGETS = Budgets()
 # with more of them deep drafts do not pay.
 GPU_BUDGETS = Budgets(shares=(0.5,), min_batch=16, max_depth=3)
 # There every row takes time; for a few requests, to choose takes as long as is saved.
-CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75), min_batch=4)
+CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75), min_batch=8)
 
 
 def budgets_for(speculation: SpeculativeConfig | None, on_gpu: bool) -> Budgets:

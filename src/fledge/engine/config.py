@@ -5,6 +5,7 @@ same. Importing this imports no torch: a command line that only wants the help t
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ DEFAULT_DEPTH = 3
 DEFAULT_TREE_BUDGET = 60
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")  # two names of one
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", *FP8_CACHE_DTYPES)
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = (*DTYPES, *FP8_CACHE_DTYPES)
 
 _ANOTHER_ENGINE = "more is vLLM's job"
 
@@ -187,6 +189,10 @@ class EngineConfig:
             value, least = getattr(self, one.name), one.metadata["least"]
             if least is not None and value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{one.name}: found {value!r}, allowed is an integer of at least {least}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):  # whether it is there is found out by torch
+            raise ConfigError(f"device: found {self.device!r}, allowed is auto, cpu or cuda")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype: found {self.dtype!r}, allowed is {', '.join(DTYPES)}")
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError(f"scheduling_policy: found {self.scheduling_policy!r}, allowed is fcfs or priority")
         if not 0 < self.gpu_memory_utilization <= 1:

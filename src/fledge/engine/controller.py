@@ -34,8 +34,8 @@ WORTH_TRYING = 0.92  # arms with a rate further below the best one's are not tri
 WORTH_MEASURING = 0.6  # the same where their cost at such a batch is only a guess
 MEAN_ANSWER = 128.0  # tokens that an answer has still to come, until answers have ended
 OTHER_KIND_SHARE = 0.03  # of the rounds, in which a request drafts in the way that is not held to be the better one
-MANY = 64  # requests: one round of so many tells enough of their drafts, so that nothing is left to a guess
-MOST_NEW_ROUNDS = 24  # that are drafted for this, of all kinds together: some may have drafts that tell nothing
+MOST_NEW_ROUNDS = 24  # that are drafted because a kind has hardly drafted: some may have drafts that tell nothing
+MANY = 64  # requests: each takes time
 EVERY = 4  # steps between decisions for fewer, unless the batch has changed; twice as many for more
 JUDGED_REQUESTS = 32  # of n times as many, a decision looks at about every n-th, in turns: each takes time
 
@@ -165,7 +165,7 @@ class AdaptiveDepth:
         self._current = self._first
         self._trial: Arm | None = None  # what is being tried instead
         self._since_change = DWELL
-        self._is_new = False  # many requests whose kind has hardly drafted: no guess decides that nothing is drafted
+        self._is_new = False  # of a kind that has hardly drafted: no guess decides that nothing is drafted
         self._new_rounds = 0  # that this held for
         self._batch = 0
 
@@ -243,7 +243,7 @@ class AdaptiveDepth:
         drafting = max((arm for arm in rates if arm.depth), key=lambda arm: rates[arm])
         catch_up = self._catch_up_seconds(judged, share, plain, costs)
         best = max(rates, key=lambda arm: rates[arm])
-        is_cheap = batch >= MANY and catch_up <= FIRST_CREDIT * plain and rates[drafting] > WORTH_TRYING * rates[best]
+        is_cheap = catch_up <= FIRST_CREDIT * plain and rates[drafting] > WORTH_TRYING * rates[best]
         is_known = self._new_rounds >= MOST_NEW_ROUNDS or self._acceptance.has_seen(judged, TRIAL_OBSERVATIONS)
         self._is_new = is_cheap and not is_known
         best = drafting if self._is_new else best

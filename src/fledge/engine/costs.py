@@ -3,8 +3,8 @@ reads it.
 
 A cost that is not measured again goes stale: contexts grow, neighbours come. What moves one cost that is being measured
 moves the others with it, until they are measured again themselves. What warming up measured is an expectation only:
-rounds of requests are slower than rounds of nobody, and arms that have not run yet are taken to be slower by as much as
-those that have.
+rounds of requests may be slower than those of stand-ins, and arms that have not run yet are taken to be slower by as
+much as those that have.
 
 The host's own work between two rounds comes on top, or where it overlaps with the device's bounds a round from below:
 a small model on a large GPU is no faster than its requests can be told their tokens, however deep they draft. With

@@ -20,7 +20,7 @@ from fledge.decoding.sampling import SamplingRows
 from fledge.decoding.tree import DraftTree, level_widths, tree_size
 from fledge.devices import choose_dtype
 from fledge.engine.adjustments import Adjustments
-from fledge.engine.arms import Arm
+from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.config import FP8_CACHE_DTYPES, EngineConfig
 from fledge.engine.invariance import set_batch_invariant
 from fledge.engine.request import Request
@@ -188,6 +188,13 @@ class DeviceState:
         """The padding row must not wander off, or its positions would leave its block table."""
         self.length[self.padding_row].zero_()
         self.last_token[self.padding_row].zero_()
+
+    def pose(self, count: int, kind: RequestKind, *, length: int, drafts: int) -> None:
+        """Let the first rows look like requests of this kind, with so many tokens and drafts: to time rounds."""
+        self.length[:count] = length
+        self.draft_count[:count] = drafts
+        self.sample_drafts[:count] = kind is RequestKind.SAMPLED_DRAFTS
+        self.sampling.is_greedy[:count] = kind is RequestKind.GREEDY
 
     def tensor(self, values: Sequence[Any] | NDArray[np.int64], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return host values on the device, without waiting for it."""

@@ -14,6 +14,7 @@ into question all of them become suspects, and are admitted one by one until eac
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -43,7 +44,8 @@ from fledge.engine.work_ahead import WorkAhead
 from fledge.errors import ConfigError, describe
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
-from fledge.native import accelerate
+from fledge.native import accelerate, is_in_library
+from fledge.native.team import torch_alone
 
 RECENT_ROUNDS = 16
 NOT_FINITE = "the target computed values that are not finite"
@@ -128,7 +130,8 @@ class LLMEngine:
     ) -> None:
         self._depth_policy.expect(acceptance or {})
         arms = {*self._depth_policy.arms, *([PLAIN] if plain else ())}
-        left = warm_up(self.runner, self.config, arms, self._costs, self._cost_cache, progress)
+        with self._threads():
+            left = warm_up(self.runner, self.scheduler, self.config, arms, self._costs, self._cost_cache, progress)
         self._ahead = WorkAhead(self.runner, self.config, left)
 
     def work_ahead(self) -> bool:
@@ -216,13 +219,19 @@ class LLMEngine:
 
     def step(self) -> list[RequestUpdate]:
         try:
-            self._step()
+            with self._threads():
+                self._step()
         except Exception as error:
             self._recover(error)
         updates, self._updates = self._updates, []
         if self._death is not None and not updates:
             raise self._death
         return updates
+
+    def _threads(self) -> AbstractContextManager[None]:
+        """For what computes: where the C layers run both models, torch's own operators have one thread."""
+        state = self.runner.state
+        return torch_alone() if is_in_library(state.target, state.drafter) else nullcontext()
 
     def _step(self) -> None:
         if self._ahead.is_due:

@@ -9,12 +9,14 @@ import bisect
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
+from fledge.decoding.params import SamplingParams
 from fledge.engine.arms import PLAIN, Arm, RequestKind
-from fledge.engine.block_manager import BlockManager
+from fledge.engine.block_manager import BlockManager, BlockTable
 from fledge.engine.request import Phase, Request, kind_of_round
 
 PREFILL_SECONDS = 0.25  # that the prompts of one step may take: how long a token of somebody else's may be late
@@ -205,6 +207,36 @@ class Scheduler:
         self.block_manager.forget_all(request.table for request in self.running)
         for request in self.running:
             request.settled = 0
+
+    @contextmanager
+    def stand_ins(self, length: int) -> Iterator[list[Request]]:
+        """Requests of nobody's, one for each row, with blocks for `length` tokens and a round: to time rounds with.
+
+        Nothing may run. Where blocks are few, the last of them share theirs.
+        """
+        assert not self.running, "rows are taken"
+        tables = [BlockTable()]
+        while len(tables) <= len(self._free_rows) and self.block_manager.grow(tables[-1], length + self.lookahead):
+            tables.append(BlockTable())
+        owned = tables[:-1] or tables
+        try:
+            yield [
+                Request(
+                    id=f"stand-in {row}",
+                    prompt=[0],
+                    params=SamplingParams(temperature=1.0),
+                    seed=row,
+                    stop_ids=frozenset(),
+                    max_length=length,
+                    draft_until=length + self.lookahead,
+                    row=row,
+                    table=owned[min(row, len(owned) - 1)],
+                )
+                for row in sorted(self._free_rows)
+            ]
+        finally:
+            for table in owned:
+                self.block_manager.release(table)
 
     def check_integrity(self) -> None:
         self.block_manager.check_integrity(request.table for request in self.running)

@@ -14,7 +14,7 @@ _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 VLLM_VERSION: str = _DATA["version"]
 HONOURED: list[str] = _DATA["honoured"]
 SEVERAL_VALUES = frozenset[str](_DATA["several"])
-FRONT = frozenset[str](_DATA["front"])
+PROXY = frozenset[str](_DATA["proxy"])
 ALIASES: dict[str, str] = _DATA["aliases"]
 
 

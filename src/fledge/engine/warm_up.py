@@ -17,14 +17,17 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import RoundCosts
 from fledge.engine.programs import Program
+from fledge.engine.request import Request
 from fledge.engine.runner import Runner
+from fledge.engine.scheduler import Scheduler
 from fledge.progress import timed
 
 _log = logging.getLogger("fledge.engine")
 
+TIMED_LENGTH = 128  # tokens of those whose rounds are timed
 MEASURING_SECONDS = 3.0  # that warming up takes at most to learn what rounds cost
-MEASURED_ROUNDS = 4  # of each kind, size and arm; the first is left out
-ENOUGH_SECONDS = 0.05  # for these, if they take longer: one is left then
+MEASURED_ROUNDS = 6  # of each kind, size and arm; the first is left out
+ENOUGH_SECONDS = 0.05  # for these, but for the first: if one takes longer, there is no other
 
 Progress = Callable[[int, int], None]  # how much is done, and of how much
 
@@ -32,6 +35,7 @@ Progress = Callable[[int, int], None]  # how much is done, and of how much
 @torch.inference_mode()
 def warm_up(
     runner: Runner,
+    scheduler: Scheduler,
     config: EngineConfig,
     arms: Collection[Arm],
     costs: RoundCosts,
@@ -60,39 +64,52 @@ def warm_up(
             progress(done, total)
             assert graphs is not None
             graphs.capture(program)
-    with timed(_log, "rounds timed") as stage:
-        stage.count = measure(runner, costs, rounds, lambda done: progress(len(first) + done, total))
+    length = min(TIMED_LENGTH, runner.state.max_length - runner.state.lookahead)
+    with timed(_log, "rounds timed") as stage, scheduler.stand_ins(length) as stand_ins:
+        runner.state.begin(stand_ins)
+        runner.state.place_blocks(stand_ins)
+        stage.count = measure(runner, costs, rounds, stand_ins, lambda done: progress(len(first) + done, total))
     if stage.count and cache is not None:
         cache.keep(costs)
     return programs
 
 
 def measure(
-    runner: Runner, costs: RoundCosts, rounds: Sequence[tuple[int, Arm]], progress: Callable[[int], None]
+    runner: Runner,
+    costs: RoundCosts,
+    rounds: Sequence[tuple[int, Arm]],
+    stand_ins: Sequence[Request],
+    progress: Callable[[int], None],
 ) -> int:
     """Time rounds of these sizes and arms, in this order, for as long as `MEASURING_SECONDS`; return how many.
 
-    It is enough to tell the arms apart before any has run: rounds that run correct it. Those that would run in a graph
-    of another size are left out, and rounds of fewer drafts, which are only wanted once it is known how many stand.
+    Of the `stand_ins` as many as the largest has. It is enough to tell the arms apart before any has run: rounds that
+    run correct it. Those that would run in a graph of another size are left out, and rounds of fewer drafts, which are
+    only wanted once it is known how many stand. When time is up, one round with drafts is timed beside a plain one, and
+    no kind but greedy ones: beside rounds that long, choosing tokens is little.
     """
     started = time.perf_counter()
 
+    def is_late() -> bool:
+        return time.perf_counter() - started > MEASURING_SECONDS
+
     @functools.cache
     def median(batch: int, arm: Arm, kind: RequestKind) -> float:
-        took = [runner.time_round(batch, arm, kind)]
-        while len(took) < MEASURED_ROUNDS and sum(took) < ENOUGH_SECONDS:
-            took.append(runner.time_round(batch, arm, kind))
-        return statistics.median(took[1:] or took)
+        took = [runner.time_round(stand_ins[:batch], arm, kind)]
+        while len(took) < MEASURED_ROUNDS and sum(took[1:]) < ENOUGH_SECONDS:
+            took.append(runner.time_round(stand_ins[:batch], arm, kind))
+        return statistics.median(took[1:])
 
     for done, (batch, arm) in enumerate(rounds):
         progress(done)
-        if arm == PLAIN and time.perf_counter() - started > MEASURING_SECONDS:
+        if is_late() and rounds[done - 1] != (batch, PLAIN):
             break
         for kind, table in costs.tables.items():
             if kind is RequestKind.SAMPLED_DRAFTS and not runner.state.can_sample_drafts:
                 continue
             if kind is RequestKind.SAMPLED and runner.graphs is not None and runner.state.can_sample_drafts:
                 kind = RequestKind.SAMPLED_DRAFTS  # noqa: PLW2901 - the graphs are the same
+            kind = RequestKind.GREEDY if is_late() else kind  # noqa: PLW2901
             if runner.is_ready_for(batch, arm, kind):
                 table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind))
     progress(len(rounds))

@@ -1,8 +1,10 @@
 """What rounds cost: measured while warming up and in every round; for sizes and arms that never ran, guessed."""
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,11 @@ from fledge.engine.controller import AdaptiveDepth
 from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import MIN_SAMPLES, OUTLIER, CostTable
 from fledge.engine.engine import LLMEngine
+from fledge.engine.passes import PassOutcome
+from fledge.engine.programs import RoundProgram
+from fledge.engine.request import Request
+from fledge.engine.sampler import SamplingMode
+from fledge.engine.warm_up import TIMED_LENGTH
 from tests import engine_cases
 
 
@@ -178,14 +185,73 @@ def test_warming_up_times_graphs_of_their_own_size_once_each(monkeypatch: pytest
     policy = AdaptiveDepth(3, 16)
     engine = engine_cases.make_engine(drafts=engine_cases.drafter(), max_num_seqs=16, policy=policy, graphs=True)
     timed: list[tuple[int, Arm, RequestKind]] = []
-    monkeypatch.setattr(type(engine.runner), "time_round", lambda _, *of: timed.append(of) or 0.02)
+    monkeypatch.setattr(type(engine.runner), "time_round", lambda _, rows, *of: timed.append((len(rows), *of)) or 0.02)
     engine.warm_up()
     greedy, sampled = (
         [batch for batch, arm, of in timed if arm == Arm(3) and of is kind]
         for kind in (RequestKind.GREEDY, RequestKind.SAMPLED)
     )
-    assert greedy == sampled == [size for size in (1, 4, 16) for _ in range(3)], "2 and 8 have no graph yet"
+    assert greedy == sampled == [size for size in (1, 4, 16) for _ in range(4)], "2 and 8 have no graph yet"
     assert engine._costs.tables[RequestKind.SAMPLED].cost(8, Arm(3)) == 0.02, "by what lies around it"
+
+
+def test_the_first_round_of_a_size_is_no_measure_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), max_num_seqs=2, policy=AdaptiveDepth(3, 2))
+    seen: set[tuple[int, Arm, RequestKind]] = set()
+
+    def time_round(_: object, stand_ins: Sequence[Request], *of: Any) -> float:
+        is_first = (len(stand_ins), *of) not in seen
+        seen.add((len(stand_ins), *of))
+        return 0.2 if is_first else 0.002
+
+    monkeypatch.setattr(type(engine.runner), "time_round", time_round)
+    engine.warm_up()
+    assert {engine._costs.latest.cost(batch, Arm(depth)) for batch in (1, 2) for depth in (0, 1, 2, 3)} == {0.002}
+
+
+def test_rounds_of_seconds_are_timed_as_few_times_as_it_takes_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), policy=AdaptiveDepth(5, 4), sample_drafts=None)
+    clock = iter(range(0, 100, 2))  # of a model so large that each look at it finds two seconds more
+    monkeypatch.setattr("fledge.engine.warm_up.time.perf_counter", lambda: float(next(clock)))
+    calls: list[tuple[int, Arm, RequestKind]] = []
+
+    def time_round(_: object, stand_ins: Sequence[Request], *of: Any) -> float:
+        calls.append((len(stand_ins), *of))
+        return 2.0 + calls[-1][1].depth
+
+    monkeypatch.setattr(type(engine.runner), "time_round", time_round)
+    engine.warm_up()
+    assert len(calls) <= 6
+    assert {(batch, arm) for batch, arm, _ in calls} == {(1, PLAIN), (1, Arm(1))}
+    for kind in RequestKind:
+        assert engine._costs.tables[kind].ratio(1, Arm(1)) == pytest.approx(1.5)
+
+
+def test_rounds_are_timed_as_of_requests_each_in_blocks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), max_num_seqs=2, sample_drafts=None)
+    state, seen = engine.runner.state, []
+    whole = RoundProgram.run
+
+    def run(program: RoundProgram, *args: Any) -> PassOutcome:
+        rows = slice(0, program.batch)
+        columns = state.length, state.draft_count, state.sampling.is_greedy, state.sample_drafts
+        seen.append((program, *(column[rows].tolist() for column in columns), state.block_tables[rows].clone()))
+        return whole(program, *args)
+
+    monkeypatch.setattr(RoundProgram, "run", run)
+    engine.warm_up()
+    assert {program.batch for program, *_ in seen} == {1, 2}
+    for program, lengths, drafts, are_greedy, draws, tables in seen:
+        assert set(drafts) == {program.verify.depth}
+        assert all(0 < length <= TIMED_LENGTH for length in lengths)
+        assert set(are_greedy) == {program.sampling is SamplingMode.GREEDY}
+        assert not program.sample_drafts or all(draws)
+        used = [
+            set(table[: length // state.block_size].tolist()) for table, length in zip(tables, lengths, strict=True)
+        ]
+        assert len(set.union(*used)) == sum(map(len, used)), "no block is read twice"
+    assert any(program.sample_drafts for program, *_ in seen)
+    engine.check_integrity()  # the blocks are back
 
 
 def test_what_was_measured_is_found_at_the_next_start(

@@ -64,10 +64,10 @@ class _CountingDrafter(ToyDrafter):
         self.layers = torch.nn.ModuleList([RMSNorm(1, 1e-6)])
 
 
-def counting_engine(depth: int = 5, **settings: object) -> LLMEngine:
+def counting_engine(**settings: object) -> LLMEngine:
     """Every draft stands, so a test can say what each round emits."""
     values = {"max_model_len": 64, "max_num_seqs": 2, "num_blocks": 40, "block_size": 4, **settings}
-    config = EngineConfig(speculative_config=speculation(depth), **values)  # type: ignore[arg-type]
+    config = EngineConfig(speculative_config=speculation(5), **values)  # type: ignore[arg-type]
     return LLMEngine(_CountingTarget(), _CountingDrafter(), config)
 
 

@@ -83,11 +83,11 @@ def busy_engine(monkeypatch: pytest.MonkeyPatch, *, often: int = 1, share: float
     return engine
 
 
-def keep_busy(engine: LLMEngine, asks: Sequence[Ask], at_once: int = 3) -> Iterator[Request]:
+def keep_busy(engine: LLMEngine, asks: Sequence[Ask]) -> Iterator[Request]:
     """Send them so that some wait or run until the last ends; yields each as it is sent."""
     for number, ask in enumerate(asks):
         yield ask.submit(engine, str(number))
-        while len(engine.requests) >= at_once or (number == len(asks) - 1 and engine.has_unfinished):
+        while len(engine.requests) >= 3 or (number == len(asks) - 1 and engine.has_unfinished):
             engine.step()
             engine.check_integrity()
 

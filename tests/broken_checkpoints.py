@@ -63,6 +63,11 @@ def _tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callab
     return lambda directory: edit_tensors(directory, change)
 
 
+def _published_medusa(directory: Path) -> None:
+    edit_config(directory, medusa_num_heads=2)
+    (directory / "model.safetensors").rename(directory / "medusa_lm_head.pt")
+
+
 def _d2t(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
     return _tensors(lambda tensors: {**tensors, "d2t": change(tensors["d2t"])})
 
@@ -193,6 +198,17 @@ UNREADABLE = (
         says="Medusa heads",
     ),
     Trap(
+        name="medusa-as-published",  # its heads in a file of their own
+        spoil=_published_medusa,
+        says="Medusa heads",
+    ),
+    Trap(name="mlp-speculator", spoil=_config(model_type="mlp_speculator"), says='"method": "mlp_speculator"'),
+    Trap(
+        name="eagle1-of-mistral-large",
+        spoil=_config(architectures=["EagleMistralLarge3ForCausalLM"]),
+        says="EAGLE-1 with layers of the target's family",
+    ),
+    Trap(
         name="attention-sinks",
         spoil=_tensors(lambda t: {**t, "midlayer.self_attn.sinks": torch.ones(4)}),
         says="attention sinks",
@@ -221,7 +237,7 @@ UNREADABLE = (
         says="field 'alpha' is 1000.0",
     ),
     Trap(name="unknown-activation", spoil=_config(hidden_act="relu2"), says="field 'hidden_act' is 'relu2'"),
-    Trap(name="unknown-rope", spoil=_config(rope_scaling={"rope_type": "longrope"}), says="field 'rope_type'"),
+    Trap(name="unknown-rope", spoil=_config(rope_scaling={"rope_type": "proportional"}), says="field 'rope_type'"),
     Trap(
         name="speculators-other-algorithm",
         to="speculators",

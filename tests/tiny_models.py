@@ -34,6 +34,15 @@ _LLAMA3_ROPE = RopeConfig(
     type="llama3", theta=500000.0, factor=8.0, original_max_positions=16, low_freq_factor=1.0, high_freq_factor=4.0
 )
 _YARN_ROPE = RopeConfig(type="yarn", factor=4.0, original_max_positions=16, mscale=1.5, mscale_all_dim=0.5)
+_LONG_ROPE = RopeConfig(
+    type="longrope",
+    partial_factor=0.5,
+    factor=16.0,
+    original_max_positions=16,
+    attention_factor=1.4,
+    short_factor=(1.0, 1.1),
+    long_factor=(1.5, 3.0),
+)
 
 _EXPERTS = ExpertsConfig(num_experts=6, num_experts_per_token=2, intermediate_size=48)
 _QWEN3_MOE_LAYER = replace(
@@ -100,6 +109,21 @@ _DEEPSEEK_V3_LAYER = replace(
     ),
     qkv_bias=True,
     output_bias=True,
+)
+
+_GLM4_LITE_LAYER = replace(
+    _DEEPSEEK_V3_LAYER,
+    qkv_bias=False,
+    output_bias=False,
+    rope=RopeConfig(theta=1e6, interleaved=True),
+    experts=replace(_DEEPSEEK_V3_LAYER.experts, n_group=1, topk_group=1, routed_scaling_factor=1.8),
+)
+_OLMO3_LAYER = replace(
+    TINY_LAYER,
+    norm_placement="post",
+    qk_norm=True,
+    qk_norm_whole=True,
+    rope=replace(_YARN_ROPE, theta=500000.0, mscale=None, mscale_all_dim=None, attention_factor=1.2),
 )
 
 # Every second layer has experts, every fourth does not rotate. Rotations are scaled or not, none blended, as in Scout.
@@ -181,11 +205,53 @@ TARGET_CONFIGS = {
         family="olmo2",
         layer=replace(TINY_LAYER, norm_placement="post", qk_norm=True, qk_norm_whole=True, activation="gelu"),
     ),
+    "olmo3": replace(
+        TINY_TARGET,
+        family="olmo3",
+        layer=_OLMO3_LAYER,
+        layers=tuple(
+            _OLMO3_LAYER if i % 4 == 3 else replace(_OLMO3_LAYER, rope=RopeConfig(theta=500000.0)) for i in range(8)
+        ),
+        sliding_windows=(6, 6, 6, None) * 2,
+    ),
+    "minimax-m2": replace(
+        TINY_TARGET,
+        family="minimax_m2",
+        layer=replace(
+            TINY_LAYER,
+            qk_norm=True,
+            qk_norm_whole=True,
+            rope=RopeConfig(theta=5e6, partial_factor=0.5),
+            experts=replace(_EXPERTS, scoring_func="sigmoid"),
+        ),
+    ),
+    "glm4-moe-lite": replace(
+        TINY_TARGET,
+        family="glm4_moe_lite",
+        layer=_GLM4_LITE_LAYER,
+        layers=(replace(_GLM4_LITE_LAYER, experts=None),) + (_GLM4_LITE_LAYER,) * 7,
+    ),
+    "ministral3": replace(
+        TINY_TARGET,
+        family="ministral3",
+        layer=replace(
+            TINY_LAYER,
+            rope=replace(_YARN_ROPE, mscale=1.0, mscale_all_dim=1.0),
+            temperature=TemperatureConfig(floor_scale=16, attn_scale=0.4, first=0),
+        ),
+    ),
+    "seed-oss": replace(TINY_TARGET, family="seed_oss", layer=replace(TINY_LAYER, qkv_bias=True, mlp_bias=True)),
     "phi3": replace(
         TINY_TARGET,
         family="phi3",
         layer=replace(TINY_LAYER, rope=RopeConfig(partial_factor=0.5)),
         sliding_windows=(9,) * 8,
+    ),
+    "phi4-mini": replace(
+        TINY_TARGET,
+        family="phi3",
+        layer=replace(TINY_LAYER, rope=_LONG_ROPE),
+        tied_head=True,
     ),
     "gemma3": replace(
         TINY_TARGET,

@@ -293,7 +293,8 @@ _ORDINARY_ROPE = (("partial_factor", 1.0), ("interleaved", False))
 def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
     """Shapes and switches; the kinds of parts only where they are not the ordinary ones."""
     values, ordinary = asdict(layer), {field: getattr(LayerConfig, field) for field in _KINDS}
-    rope = {field: value for field, value in values.pop("rope").items() if value is not None}
+    # Not the many factors of longrope.
+    rope = {f: value for f, value in values.pop("rope").items() if value is not None and not isinstance(value, tuple)}
     if rope["type"] == "default":
         rope = {field: rope[field] for field in ("theta", "partial_factor", "interleaved", "type")}
     rope = {field: value for field, value in rope.items() if (field, value) not in _ORDINARY_ROPE}

@@ -10,6 +10,7 @@ Embedding, head, the routers of experts and a drafter's fusion stay as they are.
 from, so that a drafter of the one is known to be one of the other.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from fledge.checkpoints.target import (
     identify_target,
     language_tensors,
     read_target_config,
+    target_files,
 )
 from fledge.checkpoints.tensors import TensorFiles, refuse_existing, write_model
 from fledge.checkpoints.weights import linear_of, weight_format
@@ -73,7 +75,7 @@ def quantize_target(
     least error of products, and not of weights; those of fp8 are not chosen. `name` is what the user calls the source.
     """
     family = FAMILIES[read_target_config(source).family]
-    if family.stacks_experts:
+    if target_files(source, family.name).has_stacks:
         raise CheckpointError(f"{source}: experts of {family.name} lie in one tensor, and are not quantised here")
     names = {stored: family.our_name(one) for one, stored in language_tensors(TensorFiles(source).infos).items()}
     copied = [source / one for one in _COPIED if (source / one).is_file()]
@@ -122,6 +124,9 @@ def _write(
         for kind, made in _stored(tensor.to(device), width, group, known[stored]).items():
             tensors[stored.removesuffix("weight") + kind] = made.cpu()
     ignored = sorted({"lm_head", *(name.removesuffix(".weight") for name in matrices.keys() - chosen.keys())})
+    # A group has all linears that are not ignored: of a multimodal checkpoint the towers, wherever they are.
+    towers = {_part(name) for name in files.infos.keys() - names.keys()} - {_part(name) for name in names}
+    ignored += sorted(rf"re:(.*\.)?{re.escape(tower)}\..*" for tower in towers)
     values = {**fields.values, "quantization_config": _config(width, group, ignored)}
     told = {**provenance, "fledge_version": __version__}
     write_model(destination, tensors, {"config.json": values, PROVENANCE_FILE: told}, copied)
@@ -132,6 +137,11 @@ def _write(
         bytes_before=sum(file.stat().st_size for file in files.files),
         bytes_after=sum(file.stat().st_size for file in destination.glob("*.safetensors")),
     )
+
+
+def _part(name: str) -> str:
+    """Of a model, in which a stored tensor is."""
+    return name.removeprefix("model.").partition(".")[0]
 
 
 def quantized_weight(matrix: Tensor, width: Width) -> QuantizedWeight:

@@ -54,6 +54,7 @@ class DrafterCheckpoint:
 def read_drafter(directory: Path) -> DrafterCheckpoint:
     """Read what can be known without the weights. Raises for what is no drafter, or none that can be understood."""
     fields = ConfigFields.from_file(directory / "config.json")
+    drafter_classes.refuse_other_methods(fields, ())  # whose weights may be in files of other names
     files = TensorFiles(directory)
     notes: list[Finding] = []
     bare = {stored: stored.removeprefix(_PREFIX) for stored in files.infos}
@@ -117,6 +118,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
 def is_drafter(directory: Path) -> bool:
     """Tell a drafter's directory from a target's. Raises for drafters of other methods."""
     fields = ConfigFields.from_file(directory / "config.json")
+    drafter_classes.refuse_other_methods(fields, ())
     names = {name.removeprefix(_PREFIX) for name in TensorFiles(directory).infos}
     drafter_classes.refuse_other_methods(fields, names)
     return drafter_classes.architecture_of(fields, names) is not None

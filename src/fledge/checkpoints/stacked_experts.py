@@ -1,7 +1,7 @@
 """Experts stored as one tensor for all of a layer, as gpt-oss and Llama 4 do, read and written as those of each expert.
 
 stored      experts.gate_up_proj [experts, in, out], experts.gate_up_proj_bias [experts, out]
-            gpt-oss has gate and up in turns
+            gpt-oss has gate and up in turns; what transformers 5 writes of others (Qwen3-VL-MoE) is [experts, out, in]
 here        experts.3.gate_up_proj.weight [out, in], experts.3.gate_up_proj.bias [out]; all of gate before up
 
 In MXFP4 there are `_blocks` and `_scales` in place of the matrix, [experts, out, ...].
@@ -27,24 +27,41 @@ class StackedExpertFiles(TensorFiles):
         super().__init__(directory)
         self._interleaves_gate = interleaves_gate
         self._places: dict[str, tuple[str, int]] = {}
+        self._are_rows = {
+            match[1]: _are_rows(info.shape, self.infos[f"{match[1]}.down_proj"].shape)
+            for stored, info in self.infos.items()
+            if (match := _STACKED.fullmatch(stored)) and match.groups()[1:] == ("gate_up_proj", None)
+            if f"{match[1]}.down_proj" in self.infos
+        }
         for stored, info in list(self.infos.items()):
             if (match := _STACKED.fullmatch(stored)) is None or len(info.shape) < 2 or 0 in info.shape:
                 continue
             experts, linear, kind = match.groups(default="weight")
-            shape = info.shape[:0:-1] if kind == "weight" else info.shape[1:]
+            is_turned = kind == "weight" and not self._are_rows.get(experts, False)
+            shape = info.shape[:0:-1] if is_turned else info.shape[1:]
             del self.infos[stored]
             for i in range(info.shape[0]):
                 name = f"{experts}.{i}.{linear}.{kind}"
                 self.infos[name] = TensorInfo(info.file, info.dtype, shape)
                 self._places[name] = stored, i
 
+    @property
+    def has_stacks(self) -> bool:
+        return bool(self._places)
+
     def read(self, name: str) -> Tensor:
         if name not in self._places:
             return super().read(name)
         stored, i = self._places[name]
         rows = self._read(self.infos[name].file, stored)[i]
-        rows = rows.t() if name.endswith(".weight") else rows
+        if name.endswith(".weight") and not self._are_rows.get(stored.rpartition(".")[0], False):
+            rows = rows.t()
         return torch.cat([rows[::2], rows[1::2]]) if self._interleaves_gate and ".gate_up_proj." in name else rows
+
+
+def _are_rows(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Whether matrices are [experts, out, in]: only then gate and up have twice the rows that down has columns."""
+    return len(gate_up) == len(down) == 3 and (gate_up[1], gate_up[2]) == (2 * down[2], down[1])
 
 
 def stack_experts(tensors: Mapping[str, Tensor], interleaves_gate: bool) -> dict[str, Tensor]:

@@ -2,7 +2,9 @@
 
 import hashlib
 import logging
+import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +26,11 @@ from fledge.checkpoints.weights import (
     weight_names,
     without_weights,
 )
-from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
+from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.files import digest, file_digest, read_json
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import TargetConfig
-from fledge.models.hf_config import ConfigFields, read_rope, write_layers
+from fledge.models.hf_config import DTYPES, ConfigFields, read_rope, write_layers
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 from fledge.models.target.family import Family
@@ -54,11 +56,14 @@ _WRAPPED = "language_model."  # in the names of tensors
 _OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
 _RECURRENT = {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"}
 _RECURRENT |= {"mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
-_RECURRENT |= {"qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2"}
+_RECURRENT |= {"qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2", "minimax_text_01", "minimax_m1"}
 
 
 def read_target_config(directory: Path) -> TargetConfig:
-    """Read what a target is, from config.json alone. Raises for a drafter, an unknown family, unknown weights."""
+    """Read what a target is, from config.json; and from the files their dtype, where that does not say it.
+
+    Raises for a drafter, an unknown family, unknown weights.
+    """
     fields = _target_fields(directory)
     family, name = _family_of(fields), fields.text("model_type")
     if family is None and _is_recurrent(fields):
@@ -67,11 +72,25 @@ def read_target_config(directory: Path) -> TargetConfig:
             "Fledge does not run; vLLM serves it"
         )
     if family is None:
-        raise CheckpointError(
-            f"{fields.where}: model_type '{name}' is not a supported target.{nearest_name_hint(name, FAMILIES)}"
-        )
+        known = ", ".join(sorted(FAMILIES))
+        what = f"model_type '{name}' is not a supported target (these are: {known}); vLLM may serve it"
+        raise CheckpointError(f"{fields.where}: {what}")
     weight_format(fields)
+    if "dtype" not in fields and "torch_dtype" not in fields:  # gpt-oss does not say
+        fields = ConfigFields({**fields.values, "dtype": _stored_dtype(directory)}, fields.where)
     return family.config_from_hf(fields)
+
+
+def _stored_dtype(directory: Path) -> str | None:
+    """That of most of the plain values of a directory, if it has any."""
+    try:
+        infos = TensorFiles(directory).infos.values()
+    except CheckpointError:
+        return None
+    values = Counter[str]()
+    for info in infos:
+        values[info.dtype] += math.prod(info.shape) if info.dtype in DTYPES else 0
+    return values.most_common(1)[0][0] if values.total() else None
 
 
 def is_supported_target(directory: Path) -> bool:
@@ -108,6 +127,15 @@ def sketch_target_config(directory: Path) -> tuple[TargetConfig, str | None]:
         return read_target_config(directory), None
     except CheckpointError as error:
         reason = str(error).removeprefix(f"{fields.where}: ")
+    try:
+        return _sketch(fields), reason
+    except CheckpointError as error:
+        if _is_recurrent(fields):  # which may have no positions, and is no target of a drafter either way
+            raise CheckpointError(f"{fields.where}: {reason}") from None
+        raise error
+
+
+def _sketch(fields: ConfigFields) -> TargetConfig:
     hidden_size = fields.integer("hidden_size")
     layer = LayerConfig(
         hidden_size=hidden_size,
@@ -118,7 +146,7 @@ def sketch_target_config(directory: Path) -> tuple[TargetConfig, str | None]:
         norm_eps=1e-6,
         rope=rope_of_any(fields),
     )
-    config = TargetConfig(
+    return TargetConfig(
         family=fields.text("model_type"),
         layer=layer,
         num_layers=fields.layers(),
@@ -127,7 +155,6 @@ def sketch_target_config(directory: Path) -> tuple[TargetConfig, str | None]:
         tied_head=fields.flag("tie_word_embeddings", False),
         dtype=fields.text("dtype", fields.text("torch_dtype", "unstated")).removeprefix("torch."),
     )
-    return config, reason
 
 
 def rope_of_any(fields: ConfigFields) -> RopeConfig:
@@ -161,8 +188,11 @@ def load_target(
     and head are loaded. `quantization` is vLLM's option: see `asked_format`. `progress` is told as weights are read.
     """
     config = read_target_config(directory)
-    fields = _language_fields(ConfigFields.from_file(directory / "config.json"))
+    whole = ConfigFields.from_file(directory / "config.json")
+    fields = _language_fields(whole)
     family, declared = FAMILIES[config.family], fields.values.get("architectures")
+    if "text_config" in whole:  # its model type says what the language model is, in whatever it is wrapped
+        declared = None
     if isinstance(declared, list) and declared and not family.is_of([str(name) for name in declared]):
         warnings.warn(
             f"{fields.where}: architectures: found {declared[0]}, expected {family.architecture} for this model_type; "
@@ -177,7 +207,8 @@ def load_target(
         raise CheckpointError(f"{directory}: {what}; fetch the complete checkpoint")
     names = {family.our_name(name): stored for name, stored in language_tensors(files.infos).items()}
     # Layers that predict further tokens are drafters of another kind, behind the last layer.
-    extra = range(config.num_layers, config.num_layers + fields.integer("num_nextn_predict_layers", 0, minimum=0))
+    further = max(fields.integer(field, 0, minimum=0) for field in ("num_nextn_predict_layers", "num_mtp_modules"))
+    extra = range(config.num_layers, config.num_layers + further)
     ignored = ("layers.",) if ends_only else tuple(f"layers.{i}." for i in extra)
     names = {name: stored for name, stored in names.items() if not name.startswith(ignored)}
     if config.tied_head:
@@ -195,22 +226,27 @@ def load_target(
     return model.to(device=device).eval()
 
 
-def target_files(directory: Path, family: str) -> TensorFiles:
+def target_files(directory: Path, family: str) -> StackedExpertFiles:
     """The tensors of a target, with those of each expert apart."""
-    stacks = family in FAMILIES and FAMILIES[family].stacks_experts
-    return StackedExpertFiles(directory, FAMILIES[family].interleaves_gate) if stacks else TensorFiles(directory)
+    known = FAMILIES.get(family)
+    return StackedExpertFiles(directory, known is not None and known.interleaves_gate)
 
 
 def summarize_target_weights(files: TensorFiles) -> WeightSummary | None:
     """What is stored in fewer than 16 bits, and how; None where nothing is."""
-    form = weight_format(_target_fields(files.directory), files)
-    return summarize_weights(weight_names(language_tensors(files.infos), form), files.infos, form)
+    fields = _target_fields(files.directory)
+    form, family = weight_format(fields, files), _family_of(fields)
+    # By our names: what others call the bias of a choice is no part of the linear that it is named after.
+    stored = language_tensors(files.infos)
+    names = stored if family is None else {family.our_name(name): one for name, one in stored.items()}
+    return summarize_weights(weight_names(names, form), files.infos, form)
 
 
 def describe_quantization(directory: Path) -> str | None:
     """As in "compressed-tensors, 4-bit integers, groups of 64"; None: plain, or not to be read here."""
     try:
-        summary = summarize_target_weights(TensorFiles(directory))
+        family = _family_of(_target_fields(directory))
+        summary = summarize_target_weights(target_files(directory, "" if family is None else family.name))
     except CheckpointError:
         return None  # transformers, or vLLM, may run it
     return None if summary is None else ", ".join([summary.format, *summary.kinds])

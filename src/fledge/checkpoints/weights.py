@@ -210,6 +210,7 @@ def load_weights(
         load_kv_scales(model, files, names)
     shapes = stored_shapes(model, form, names, files.infos, tied=tied)
     names = weight_names(names, form, shapes)
+    names = {name: stored for name, stored in names.items() if name in shapes or not _adds_nothing(stored, files, form)}
     _check_names(files, names, shapes)
     parts, held = _parts(model, names), _held(names, files.infos)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and n not in tied}
@@ -279,6 +280,11 @@ def _parts(model: nn.Module, stored: Collection[str] = ()) -> dict[str, dict[str
                 parts = {f"{parent}.{part}": rows for part, rows in zip(_STACKED[own], sizes, strict=True)}
             found |= {f"{name}.{kind}": parts for kind in module.state_dict()}
     return found
+
+
+def _adds_nothing(stored: str, files: TensorFiles, form: WeightFormat) -> bool:
+    """Whether a tensor is a bias of zeros: AutoGPTQ gives one to every linear, also where the model has none."""
+    return isinstance(form, Quantized) and stored.endswith(".bias") and not files.read(stored).any()
 
 
 def _check_names(files: TensorFiles, names: Mapping[str, str], expected: Mapping[str, tuple[int, ...]]) -> None:

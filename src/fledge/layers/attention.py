@@ -21,13 +21,13 @@ from fledge.layers.rope import Rotation
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What a storage must know of the layer that asks."""
+    """What a storage needs to know about the layer."""
 
     layer: int  # index of the layer within its model
     scale: float
     sliding_window: int | None  # a query at position p sees keys at positions above p - window
-    chunked: bool = False  # or, if so, from the last multiple of the window on
-    kv_scales: Scales = (1.0, 1.0)  # of keys and values where a cache keeps them in eight bits; NaN: not known here
+    chunked: bool = False  # instead it sees keys from the last multiple of the window on
+    kv_scales: Scales = (1.0, 1.0)  # of keys and values in an 8-bit cache; NaN: not known
 
 
 def _as_kept(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,17 +40,17 @@ def _as_attended(mixed: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedHeads:
-    """What a cache is to keep of some tokens, and how their queries attend to all that it has kept."""
+    """The rows that a cache stores for some tokens, and how their queries attend to stored rows."""
 
     query: Tensor  # [*lead, heads, dim]
-    rows: tuple[Tensor, ...]  # key and value as `KVCacheSpec` has them, [*lead, kv_heads, dim] each; (): kept already
-    read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _as_kept  # kept rows -> keys and values for the query
+    rows: tuple[Tensor, ...]  # key and value to store (`KVCacheSpec`), [*lead, kv_heads, dim] each; (): stored already
+    read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _as_kept  # stored rows -> keys and values for the query
     leave: Callable[[Tensor], Tensor] = _as_attended  # attention [*lead, heads, dim] -> outputs of the heads
-    value_dim: int | None = None  # where keys are values too: so many of their first dimensions are
+    value_dim: int | None = None  # if values are the first dimensions of keys: how many
 
 
 class Heads(Protocol):
-    """Queries, keys and values of some tokens, of whatever kind of attention."""
+    """Queries, keys and values of some tokens, for any kind of attention."""
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query [*lead, heads, dim], key [*lead, kv_heads, dim], value [*lead, kv_heads, value_dim], ready."""
@@ -58,11 +58,11 @@ class Heads(Protocol):
 
     @property
     def sinks(self) -> Tensor | None:
-        """[heads]: a score of each head for seeing nothing, where it has one."""
+        """[heads]: attention sinks, an extra logit of each head in the softmax; None: there are none."""
         ...
 
     def for_cache(self, rows: int) -> CachedHeads:
-        """The same for a cache, where each sequence has about as many new `rows`."""
+        """Return the same for a cache, if each sequence has about so many new `rows`."""
         ...
 
 
@@ -70,7 +70,7 @@ class Heads(Protocol):
 class ProjectedHeads:
     """Queries, keys and values of some tokens as the projection left them: before head norms and rotation.
 
-    They arrive in this state so that a storage can finish and store them in one kernel. `finished` is the plain way.
+    They are passed like this so that a storage can finish and store them in one kernel. `finished` does it in torch.
     """
 
     qkv: Tensor  # [*lead, (heads + 2 * kv_heads) * head_dim]
@@ -78,11 +78,11 @@ class ProjectedHeads:
     config: LayerConfig
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
-    sinks: Tensor | None = None  # [heads]: a score of each head for seeing nothing
+    sinks: Tensor | None = None  # [heads]: attention sinks
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether heads are normed one by one, if at all, and rotate as a whole: what fused kernels take."""
+        """Whether fused kernels support them: heads are normed one by one, if at all, and rotate completely."""
         config, rope = self.config, self.config.rope
         is_plain_norm = not config.qk_norm_whole and not (config.qk_norm and config.norm_offset)
         is_left_as_rotated = not config.rotated_norm and config.temperature is None
@@ -100,7 +100,7 @@ class ProjectedHeads:
         if self.q_norm is not None and self.k_norm is not None and not config.qk_norm_whole:
             query, key = turned[..., : config.num_heads, :], turned[..., config.num_heads :, :]
             turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
-        turned = self.rotation.apply(turned)  # queries and keys at once: on a CPU every call counts
+        turned = self.rotation.apply(turned)  # queries and keys at once, because calls are slow on a CPU
         if config.rotated_norm:
             turned = F.rms_norm(turned.float(), turned.shape[-1:], eps=config.norm_eps).to(turned.dtype)
         query, key = turned[..., : config.num_heads, :], turned[..., config.num_heads :, :]
@@ -126,6 +126,11 @@ class KeyValueStorage(Protocol):
         Mutates the storage at layer `spec.layer` only.
         """
         ...
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Convert to float32, unless x is float64: for storages that compute attention in plain torch."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Attention(nn.Module):

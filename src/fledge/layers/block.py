@@ -1,4 +1,4 @@
-"""The decoder layer, as targets stack it and as drafters use it."""
+"""The decoder layer of targets and drafters."""
 
 from torch import Tensor, nn
 
@@ -14,14 +14,14 @@ from fledge.layers.rope import Rotation
 
 
 def join_weights(model: nn.Module) -> None:
-    """Lay weights that a GPU reads in one product beside each other, for inference; names and shapes stay."""
+    """Store weights that a GPU multiplies at once in one tensor, for inference. Names and shapes stay the same."""
     for module in model.modules():
         if isinstance(module, SparseMLP | LatentAttention):
             module.join()
 
 
 def code_early(model: nn.Module) -> None:
-    """Let the norms and gates of a model round what a product of codes reads next, with a scale for each token."""
+    """Let norms and gates quantise their output, with a scale for each token, if a quantised linear reads it next."""
     for module in model.modules():
         if isinstance(module, SwiGLU):
             module.coded = module.is_plain and _reads_codes(module.down_proj)
@@ -40,9 +40,9 @@ def _reads_codes(linear: nn.Module | None) -> bool:
 
 
 def attention_of(
-    config: LayerConfig, *, layer: int, input_size: int | None = None, sliding_window: int | None = None
+    config: LayerConfig, *, layer: int, sliding_window: int | None, input_size: int | None = None
 ) -> Attention | LatentAttention:
-    """The attention of a layer, of the kind that its config says."""
+    """Return the attention module of a layer, of the kind in its config."""
     if config.latent is None:
         return Attention(config, layer=layer, input_size=input_size, sliding_window=sliding_window)
     assert sliding_window is None, "latent attention has no windows"
@@ -55,7 +55,7 @@ def attentions(model: nn.Module) -> list[Attention | LatentAttention]:
 
 
 def fuses(x: Tensor, attention: nn.Module, mlp: nn.Module, *norms: nn.Module | None) -> bool:
-    """Whether a layer's products over x [*lead, size] take the norms, the gate and additions along (`fused_linear`)."""
+    """Whether norms, gate and additions of a layer can be fused with its linears for x [*lead, size]."""
     if not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
         return False
     if not runs_triton(x, *(norm.weight for norm in norms if isinstance(norm, RMSNorm))):
@@ -78,7 +78,7 @@ def fuses(x: Tensor, attention: nn.Module, mlp: nn.Module, *norms: nn.Module | N
 
 
 def add_fused(mixed: Tensor, stream: Tensor, attention: Attention, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
-    """Return the stream after a layer whose attention has `mixed` values, where `fuses` holds: three kernels."""
+    """Return the stream after a layer, given the output of its attention, in three kernels. Requires `fuses`."""
     output, down = attention.o_proj, mlp.down_proj
     stream = fused_linear(mixed, output.weight, output.bias, residual=stream)
     gated = fused_linear(stream, mlp.gate_up_proj.weight, norm=norm.weight, eps=norm.eps, gated=True)
@@ -86,15 +86,14 @@ def add_fused(mixed: Tensor, stream: Tensor, attention: Attention, norm: RMSNorm
 
 
 class DecoderLayer(nn.Module):
-    """Attention and an MLP, each added to the residual stream; the config says of what kind, and where the norms are.
+    """Attention and an MLP, each added to the residual stream. The config says which kinds, and where norms are.
 
         pre     x += attention(norm(x)); x += mlp(norm(x)); without `input_norm` attention reads x as it is (EAGLE-1)
         post    x += norm(attention(x)); x += norm(mlp(x))
         both    x += norm(attention(norm(x))); x += norm(mlp(norm(x)))
 
-    The residual stream travels as two tensors whose sum it is, the stream and the last update to it, so that the
-    addition can be fused with the norm that comes next; or as an update alone, before the first layer and where it has
-    been added already.
+    The residual stream is passed as two tensors to be added, the stream and the last update, so that the addition can
+    be fused with the next norm; or as an update only, before the first layer and if it was added already.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class DecoderLayer(nn.Module):
         placement, hidden = config.norm_placement, config.hidden_size
         self.input_layernorm = norm_of(config, hidden) if input_norm and placement != "post" else None
         self.self_attn = attention_of(config, layer=layer, sliding_window=sliding_window)
-        self.post_attention_layernorm = norm_of(config, hidden)  # or, as Llama calls it and has it, before the MLP
+        self.post_attention_layernorm = norm_of(config, hidden)  # Llama's name; in "pre" it is before the MLP
         self.pre_feedforward_layernorm = norm_of(config, hidden) if placement == "both" else None
         self.mlp: SwiGLU | SparseMLP = (
             SparseMLP(hidden, config.experts)
@@ -140,7 +139,7 @@ class DecoderLayer(nn.Module):
         return self.post_feedforward_layernorm(self.mlp(normed)), stream
 
     def _fused(self, stream: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
-        """The same as four products with all that is between them, and attention. Returns the new stream."""
+        """The same in four fused kernels, and attention. Returns the new stream."""
         attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
         assert isinstance(attention, Attention)
         assert isinstance(mlp, SwiGLU)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 
 
@@ -22,15 +22,17 @@ class RopeConfig:
     interleaved: bool = False  # neighbouring dimensions are a pair (GLM-4, DeepSeek), not those half of them apart
     type: RopeType = "default"
     factor: float = 1.0
-    original_max_positions: int | None = None  # llama3, yarn
+    original_max_positions: int | None = None  # llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: None means what follows from the two below
+    attention_factor: float | None = None  # yarn: None means what follows from the two below; longrope
     mscale: float | None = None  # yarn: with both, the factor on cos and sin is a quotient
     mscale_all_dim: float | None = None  # yarn: and latent attention sharpens its scores by it
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    short_factor: tuple[float, ...] = ()  # longrope: what each rotation is divided by
+    long_factor: tuple[float, ...] = ()  # longrope: in models that reach beyond the original positions (factor > 1)
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many dimensions of a head rotate."""
@@ -88,10 +90,11 @@ class TemperatureConfig:
 
     floor_scale: int  # positions that have the same factor
     attn_scale: float  # by how much it grows, with the logarithm of their number
+    first: int = 1  # what the first position counts as (0: Ministral 3)
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The factor on queries, float32, of the shape of `positions`."""
-        return torch.log1p(torch.floor((positions.float() + 1) / self.floor_scale)) * self.attn_scale + 1
+        return torch.log1p(torch.floor((positions.float() + self.first) / self.floor_scale)) * self.attn_scale + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,5 +175,8 @@ class LayerConfig:
             rotated_norm=False,
             temperature=None,
             chunked=False,
-            rope=replace(self.rope, partial_factor=1.0, interleaved=False),
+            # Factors of longrope are those of the dimensions that rotate in the target.
+            rope=RopeConfig(theta=self.rope.theta)
+            if self.rope.type == "longrope"
+            else replace(self.rope, partial_factor=1.0, interleaved=False),
         )

@@ -1,7 +1,7 @@
 """Keys and values of one sequence in plain contiguous tensors: the storage of the reference loop.
 
-Simple on purpose. Visibility is worked out from the positions that were stored, so causal decoding, sliding windows
-and draft trees are the same few lines, and a faster storage can be checked against them.
+Simple on purpose: visibility is computed from the stored positions, so the same few lines serve causal decoding,
+sliding windows and draft trees. Faster storages are tested against it.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from fledge.layers.attention import AttentionSpec, Heads
 
 
 class DenseCache:
-    """Grows as tokens are fed, and can forget: `truncate` after a rejected chain, `keep` after a draft tree.
+    """Grows with each pass, and can remove rows: `truncate` after a rejected chain, `keep` after a draft tree.
 
-    With a `dtype` rows are rounded as a cache of it stores them.
+    With a `dtype`, rows are rounded as in a cache of that dtype.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class DenseCache:
     def extend(self, positions: Tensor, visible: Tensor | None = None) -> "DensePass":
         """Make room for new rows at `positions` [rows] and return the storage for the pass that fills them.
 
-        `visible` [rows, n] says which of the last n rows, the new ones included, each new row sees; all rows before
-        those are seen. By default the new rows are a chain: row i sees rows 0..i and everything before.
+        `visible` [rows, n]: which of the last n rows, the new ones included, each new row sees; it also sees all rows
+        before those. By default the new rows are a chain: row i sees rows 0..i and everything before.
         """
         rows = len(positions)
         start = self.length
@@ -48,12 +48,12 @@ class DenseCache:
         return DensePass(cache=self, start=start, visible=visible, positions=positions, distance=distance)
 
     def truncate(self, length: int) -> None:
-        """Forget all rows from `length` on."""
+        """Remove all rows from `length` on."""
         assert 0 <= length <= self.length
         self._positions = self._positions[:length]
 
     def keep(self, start: int, rows: Tensor) -> None:
-        """Of the rows from `start` on keep only `rows` (indices relative to start, in order), moved together."""
+        """Of the rows from `start` on, keep only `rows` (indices relative to start, in order)."""
         kept = torch.cat([torch.arange(start, device=rows.device), start + rows])
         self._positions = self._positions[kept]
         self._stored = [tuple(side[kept] for side in sides) for sides in self._stored]

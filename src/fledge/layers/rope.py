@@ -87,6 +87,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
             return plain / config.factor, 1.0
         case "llama3":
             return _llama3(plain, config), 1.0
+        case "longrope":
+            factors = config.long_factor if config.factor > 1 else config.short_factor
+            return plain / torch.tensor(factors, device="cpu"), config.attention_factor or 1.0
         case "yarn":
             magnitude = config.attention_factor
             if magnitude is None and config.mscale and config.mscale_all_dim:

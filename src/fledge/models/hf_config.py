@@ -27,6 +27,7 @@ _ROPE_FIELDS = {  # of `RopeConfig`, by the types that have them, besides the fa
     "dynamic": (),
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+    "longrope": ("short_factor", "long_factor", "attention_factor"),
 }
 
 
@@ -91,6 +92,13 @@ class ConfigFields:
             raise self.error(field, value, "a list of non-negative integers")
         return tuple(items)
 
+    def numbers(self, field: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+        value = self._get(field, _MISSING, list, "a list of positive numbers")
+        if any(isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf for one in value):
+            raise self.error(field, value, "a list of positive numbers")
+        return tuple(float(one) for one in value)
+
     def nested(self, field: str) -> "ConfigFields | None":
         value = self.values.get(field)
         if value is None:
@@ -123,6 +131,7 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
     rope = RopeConfig(theta=thetas[0] if thetas else 10000.0, partial_factor=factors.pop())
     scaling = holders[1] if len(holders) > 1 else ConfigFields({}, fields.where)
     kind, original = scaling.text("rope_type", scaling.text("type", "default")), "original_max_position_embeddings"
+    holder = scaling if original in scaling else fields  # some have it beside the other fields
     values: dict[str, Any] = {}
     match kind:
         case "default" | "mrope":  # of a text, all parts of a position are the same number
@@ -135,17 +144,40 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
                     raise scaling.error(field, scaling.values[field], "none: engines read it differently")
         case "llama3":
             values = {field: scaling.number(field) for field in ("low_freq_factor", "high_freq_factor")}
-            values["original_max_positions"] = scaling.integer(original)
+            values["original_max_positions"] = holder.integer(original)
         case "yarn":
-            holder, field = (scaling, original) if original in scaling else (fields, "max_position_embeddings")
-            values = {"original_max_positions": holder.integer(field), "truncate": scaling.flag("truncate", True)}
+            said = original if original in holder else "max_position_embeddings"
+            values = {"original_max_positions": holder.integer(said), "truncate": scaling.flag("truncate", True)}
             values |= {field: scaling.number(field, getattr(rope, field)) for field in ("beta_fast", "beta_slow")}
             for field in ("attention_factor", "mscale", "mscale_all_dim"):
                 if scaling.values.get(field):  # zero stands for none
                     values[field] = scaling.number(field)
+        case "longrope" | "su":
+            return replace(rope, type="longrope", **_longrope(fields, scaling, holder.integer(original)))
         case _:
-            raise fields.error("rope_type", kind, "default, linear, dynamic, llama3, yarn or mrope")
+            raise fields.error("rope_type", kind, "default, linear, dynamic, llama3, yarn, longrope or mrope")
     return replace(rope, type=kind, factor=scaling.number("factor"), **values)
+
+
+def _longrope(fields: ConfigFields, scaling: ConfigFields, original: int) -> dict[str, Any]:
+    """Which factors count follows from how far the config reaches: keys that are cached stay as they are.
+
+    vLLM goes by its `max_model_len` instead, and so takes the short ones where that lies within the original positions;
+    transformers by the length of each text.
+    """
+    reach = fields.integer("max_position_embeddings") / original
+    for other in ("short_mscale", "long_mscale"):
+        if other in scaling:
+            raise scaling.error(other, scaling.values[other], "none: not supported")
+    factor = scaling.number("factor", reach)
+    sharper = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return {
+        "factor": max(reach, 1.0),
+        "original_max_positions": original,
+        "attention_factor": scaling.number("attention_factor", sharper),
+        "short_factor": scaling.numbers("short_factor"),
+        "long_factor": scaling.numbers("long_factor"),
+    }
 
 
 def rope_holders(fields: ConfigFields) -> list[ConfigFields]:
@@ -189,6 +221,9 @@ def read_layer(
         raise fields.error("partial_rotary_factor", rope.partial_factor, "1 (rotary on whole heads)")
     if rope.rotary_dim(head_dim) < 2 or rope.rotary_dim(head_dim) % 2:
         raise fields.error("partial_rotary_factor", rope.partial_factor, f"an even share of head_dim ({head_dim})")
+    for named in ("short_factor", "long_factor"):
+        if rope.type == "longrope" and len(getattr(rope, named)) != rope.rotary_dim(head_dim) // 2:
+            raise fields.error(named, list(getattr(rope, named)), f"{rope.rotary_dim(head_dim) // 2} numbers")
     if (experts := kinds.get("experts")) is not None:
         _check_experts(fields, experts)
     return LayerConfig(
@@ -254,6 +289,7 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
         "original_max_position_embeddings": rope.original_max_positions,
         **{field: getattr(rope, field) for field in _ROPE_FIELDS[rope.type]},
     }
+    scaling = {field: list(value) if isinstance(value, tuple) else value for field, value in scaling.items()}
     return fields | {"rope_scaling": {field: value for field, value in scaling.items() if value is not None}}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fledge.checkpoints.contract import describe_target
 from fledge.checkpoints.drafter import load_drafter, save_drafter
-from fledge.checkpoints.target import load_target, save_target, target_files
+from fledge.checkpoints.target import describe_quantization, load_target, save_target, target_files
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.errors import CheckpointError, ConfigError
@@ -22,7 +22,7 @@ from fledge.layers.dense_cache import DenseCache
 from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
 from tests.broken_checkpoints import EAGLE31
-from tests.checkpoint_fixtures import LAYER, TARGET, draft_logits, edit_config, edit_tensors, make_drafter
+from tests.checkpoint_fixtures import LAYER, TARGET, draft_logits, edit_config, edit_tensors, make_drafter, without
 from tests.quantized_checkpoints import FORMATS, mxfp4, quantize_checkpoint
 from tests.tiny_models import TARGET_CONFIGS, make_target
 
@@ -133,6 +133,7 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
     stored, expected = load_target(tmp_path / "stored"), linears_of(load_target(tmp_path / "meant"))
     assert all(torch.equal(weight, expected[name]) for name, weight in linears_of(stored).items())
     assert isinstance(stored.layers[0].mlp.experts[0].down_proj, QuantizedLinear)
+    assert describe_quantization(tmp_path / "stored") == "mxfp4, 4-bit floats (E2M1), groups of 32"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +255,10 @@ def test_what_does_not_fit_is_named(name: str, change: Any, says: str, target: P
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ is not read here"),
         ({"quant_method": "compressed-tensors"}, "'config_groups' is missing"),
         (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": None}},
+            "field 'group_0' is None, expected a JSON object",
+        ),
+        (
             {**FORMATS["ct-int4"].config, "format": "marlin-24"},
             "weights stored as marlin-24, 4-bit int, group are not read here",
         ),
@@ -268,6 +273,38 @@ def test_what_is_not_read_is_named(quantization: object, says: str, target: Path
     with pytest.raises(CheckpointError, match=says) as caught:
         load_target(tmp_path / "target")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
+def test_the_correction_of_a_router_is_no_part_of_it(name: str, tmp_path: Path) -> None:
+    """Files have it under the router's name; `inspect` took the two for a linear in codes."""
+    config = replace(TARGET_CONFIGS[name], num_layers=4, layers=TARGET_CONFIGS[name].layers[:4])
+    save_target(make_target(config), tmp_path / "dense")
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "stored", tmp_path / "meant", FORMATS["ct-int8-packed"])
+    weights = describe_target(config, target_files(tmp_path / "stored", config.family))["weights"]
+    assert "gate" in weights["dense"]
+    assert list(weights["kinds"]) == ["8-bit integers, one scale per row"]
+    assert describe_quantization(tmp_path / "stored") == "compressed-tensors, 8-bit integers, one scale per row"
+
+
+def test_inspect_names_what_is_missing(target: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", FORMATS["ct-int4"])
+    edit_tensors(tmp_path / "stored", without(f"{DOWN}.weight_packed"))
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight_packed' is missing"):
+        describe_target(CONFIG, target_files(tmp_path / "stored", CONFIG.family))
+
+
+def test_biases_that_add_nothing_are_left_in_the_file(target: Path, tmp_path: Path) -> None:
+    """AutoGPTQ gave every linear one: Qwen's published GPTQ checkpoints have them."""
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", FORMATS["gptq"])
+    biases = {f"{DOWN}.bias": torch.zeros(CONFIG.hidden_size, dtype=torch.float16)}
+    edit_tensors(tmp_path / "stored", lambda tensors: tensors | biases)
+    stored, expected = load_target(tmp_path / "stored"), linears_of(load_target(tmp_path / "meant"))
+    assert all(torch.equal(weight, expected[name]) for name, weight in linears_of(stored).items())
+    biases[f"{DOWN}.bias"][1] = 1
+    edit_tensors(tmp_path / "stored", lambda tensors: tensors | biases)
+    with pytest.raises(CheckpointError, match=r"unexpected tensor '.*down_proj\.bias'"):
+        load_target(tmp_path / "stored")
 
 
 def test_inspect_says_what_is_in_fewer_bits(target: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a family file declares: names that go both ways, and configs that are read whole or refused."""
 
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from fledge.checkpoints.target import hf_config, load_target, read_target_config
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.files import read_json, write_json
 from fledge.layers.config import RopeConfig
+from fledge.layers.rope import inverse_frequencies
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target import FAMILIES
@@ -137,6 +139,10 @@ def test_what_published_llama4_configs_leave_out_is_known() -> None:
         ("deepseek-v3", {"num_key_value_heads": 2}),
         ("deepseek-v3", {"qk_rope_head_dim": 3}),
         ("kimi-k2", {"moe_layer_freq": 2}),
+        ("minimax-m2", {"attn_type_list": [0, 1]}),
+        ("minimax-m2", {"scoring_func": "softmax"}),
+        ("minimax-m2", {"use_qk_norm": False}),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}),
         ("gemma3", {"attn_logit_softcapping": 50.0}),
         ("gemma3", {"layer_types": ["sliding_attention"]}),
         ("gpt-oss", {"swiglu_alpha": 1.0}),
@@ -169,6 +175,8 @@ def test_a_flat_wrapper_and_one_of_another_class(tmp_path: Path) -> None:
     ("values", "says"),
     [
         ({"model_type": "qwen3_next"}, "recurrent state.*vLLM serves it"),
+        ({"model_type": "minimax_m1"}, "recurrent state.*vLLM serves it"),
+        ({"model_type": "no_such_type"}, "not a supported target.*vLLM may serve it"),
         ({"model_type": "new_hybrid", "layer_types": ["linear_attention", "full_attention"]}, "vLLM serves it"),
     ],
 )
@@ -196,6 +204,84 @@ def test_a_bias_that_chooses_between_experts_stays_in_float32(tmp_path: Path) ->
     mlp = load_target(tmp_path / "target", dtype=torch.bfloat16).get_submodule("layers.2.mlp")
     assert mlp.e_score_correction_bias.dtype == torch.float32
     assert mlp.gate.weight.dtype == torch.bfloat16
+
+
+def test_transformers_5_counts_experts_by_another_name() -> None:
+    for name in ("qwen3-moe", "qwen2-moe"):
+        assert read(TARGET_CONFIGS[name], num_experts=None, num_local_experts=6) == TARGET_CONFIGS[name]
+    with pytest.raises(CheckpointError, match="required field 'num_experts' is missing"):
+        read(TARGET_CONFIGS["qwen3-moe"], num_experts=None)
+
+
+def test_a_dtype_that_no_config_says_is_that_of_the_files(tmp_path: Path) -> None:
+    """gpt-oss as it was published; in float32 it would be twice as large, and as slow."""
+    save_target(make_target(TARGET_CONFIGS["gpt-oss"]).to(torch.bfloat16), tmp_path / "target")
+    config = tmp_path / "target" / "config.json"
+    write_json(config, {**(read_json(config) or {}), "torch_dtype": None})
+    assert load_target(tmp_path / "target").lm_head.weight.dtype == torch.bfloat16
+    (tmp_path / "target" / "model.safetensors").unlink()
+    assert read_target_config(tmp_path / "target").dtype == "float32"
+
+
+def test_the_original_positions_may_lie_beside_the_other_fields() -> None:
+    """transformers 5 looks there too, before it takes all positions for the original ones."""
+    for name in ("qwen3-yarn", "llama3-tied"):
+        config = TARGET_CONFIGS[name]
+        rope = dict(hf_config(config, "torch.float32")["rope_scaling"])  # type: ignore[call-overload]
+        moved = {"original_max_position_embeddings": rope.pop("original_max_position_embeddings")}
+        assert read(config, rope_scaling=rope, **moved) == config
+    assert read(TARGET_CONFIGS["qwen3-yarn"], rope_scaling={"type": "yarn", "factor": 4.0}).layer.rope == RopeConfig(
+        type="yarn", factor=4.0, original_max_positions=256
+    )
+
+
+def test_longrope() -> None:
+    """As Phi-3.5 and Phi-4-mini say it: the original positions at top level, no factor, and an older name."""
+    config, base = TARGET_CONFIGS["phi4-mini"], {"rope_scaling": None, "original_max_position_embeddings": 64}
+    rope: dict[str, Any] = {"type": "su", "short_factor": [1.0, 1.1], "long_factor": [1.5, 3]}
+    found = read(config, **{**base, "rope_scaling": rope}).layer.rope
+    assert (found.type, found.factor, found.original_max_positions) == ("longrope", 4.0, 64)
+    assert found.attention_factor == pytest.approx((1 + math.log(4) / math.log(64)) ** 0.5)
+    assert torch.allclose(inverse_frequencies(found, 8)[0], torch.tensor([1 / 1.5, 0.01 / 3]))
+    short = read(config, **{**base, "rope_scaling": rope, "original_max_position_embeddings": 256}).layer.rope
+    assert torch.allclose(inverse_frequencies(short, 8)[0], torch.tensor([1.0, 0.01 / 1.1]))
+    assert inverse_frequencies(short, 8)[1] == 1.0
+    for name, wrong in (("long_factor", [1.0]), ("short_factor", [1.0, -2.0]), ("long_mscale", 1.2)):
+        with pytest.raises(CheckpointError, match=f"field '{name}'"):
+            read(config, **{**base, "rope_scaling": {**rope, name: wrong}})
+    assert config.layer.as_drafter.rope == RopeConfig()
+
+
+def test_what_published_configs_of_other_families_say() -> None:
+    """MiniMax-M2 counts dimensions that rotate, Ministral 3 and OLMo 3 as transformers 5 writes them, GLM-4.7-Flash."""
+    minimax = read(TARGET_CONFIGS["minimax-m2"], rotary_dim=4, partial_rotary_factor=None, attn_type_list=[1] * 8)
+    assert minimax == TARGET_CONFIGS["minimax-m2"]
+    config = TARGET_CONFIGS["olmo3"]
+    yarn = {"rope_theta": 500000.0, **hf_config(config, "torch.float32")["rope_scaling"]}
+    by_type = {"full_attention": yarn, "sliding_attention": {"rope_theta": 500000.0, "rope_type": "default"}}
+    assert read(config, rope_parameters=by_type, rope_theta=None, rope_scaling=None) == config
+    by_type["sliding_attention"] = {"rope_theta": 7000.0, "rope_type": "default"}
+    with pytest.raises(CheckpointError, match="field 'sliding_attention'"):
+        read(config, rope_parameters=by_type, rope_theta=None, rope_scaling=None)
+    kinds = ["dense", *["sparse"] * 7]
+    lite = TARGET_CONFIGS["glm4-moe-lite"]
+    assert read(lite, first_k_dense_replace=None, mlp_layer_types=kinds) == lite
+
+
+@pytest.mark.filterwarnings("error::fledge.errors.CheckpointWarning")
+def test_the_wrapper_of_kimi_k25(tmp_path: Path) -> None:
+    """Quantised or not it has one level of names and of fields more; so have others whose language model is known."""
+    target = make_target(TARGET_CONFIGS["kimi-k2"])
+    save_target(target, tmp_path / "target")
+    file, config = tmp_path / "target" / "model.safetensors", tmp_path / "target" / "config.json"
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file({**tensors, "vision_tower.patch_embed.proj.weight": torch.ones(3), "mm_projector.x": torch.ones(1)}, file)
+    inner = read_json(config) or {}
+    inner["architectures"] = ["DeepseekV3ForCausalLM"]
+    outer = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "vision_config": {}}
+    for text in (inner, {name: value for name, value in inner.items() if name != "architectures"}):
+        write_json(config, {**outer, "text_config": text})
+        assert load_target(tmp_path / "target").config == target.config
 
 
 def test_fields_of_older_configs_may_be_missing() -> None:

@@ -36,7 +36,8 @@ def weight_format(quantization: ConfigFields) -> WeightFormat | None:
     schemes: list[tuple[Callable[[str], bool], Scheme | None]] = [(names_of(quantization, "ignore"), None)]
     for name in groups.values:
         group = groups.nested(name)
-        assert group is not None
+        if group is None:
+            raise groups.error(name, None, "a JSON object")
         schemes.append((_targets(group), _scheme(group, group.text("format", quantization.text("format", "")))))
     return Quantized(
         name=METHOD, scheme_of=lambda name, _held: next((scheme for is_of, scheme in schemes if is_of(name)), None)

@@ -38,12 +38,13 @@ _OTHER_SPELLINGS = re.compile(
     rf"(Llama|Qwen2)ForCausalLMEagle|Qwen2ForCausalLM|Eagle3{_FAMILY}ForCausalLM|{_FAMILY}ForCausalLMEagle3"
 )
 # EAGLE-1 drafters whose layers are those of another family: norms, rotations and residuals that EAGLE-1 has not.
-_OTHER_LAYERS = re.compile(r"Eagle(Llama4|Mistral|Cohere|MiniCPM)ForCausalLM|MistralForCausalLMEagle")
+_OTHER_LAYERS = re.compile(r"Eagle(Llama4|Mistral|MistralLarge3|Cohere|MiniCPM)ForCausalLM|MistralForCausalLMEagle")
 # What is no EAGLE, by its class, `model_type` or `speculators_model_type`, a config field, or a tensor; who runs it.
 _OTHER_METHODS = (
     (r"\bp_?eagle", "parallel_drafting", "mask_hidden", "a P-EAGLE drafter, which drafts in parallel", "eagle3"),
     (r"dflash", "dflash_config", None, "a DFlash drafter, which drafts a block by diffusion", "dflash"),
     (r"dspark", "dspark_config", None, "a DSpark drafter, which drafts a block at a time", "dspark"),
+    (r"mlp_?speculator", None, None, "an MLP speculator", "mlp_speculator"),
     (r"medusa", "medusa_num_heads", "medusa_head", "Medusa heads", "medusa"),
     (r"mtp|nextn", None, None, "a multi-token-prediction (MTP) layer of its target", "mtp"),
 )

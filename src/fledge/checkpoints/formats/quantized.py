@@ -103,7 +103,7 @@ class Quantized:
             format=self.name,
             kinds=Counter(scheme.description for scheme in found.values()),
             dense=sorted({name.rpartition(".")[2] for name in schemes.keys() - found.keys()}),
-            parameters={name: scheme.parameters(linears[name]) for name, scheme in found.items()},
+            parameters={name: _parameters(scheme, name, linears[name]) for name, scheme in found.items()},
         )
 
     def _scheme(self, name: str, held: Mapping[str, TensorInfo]) -> Scheme | None:
@@ -111,6 +111,14 @@ class Quantized:
         if is_plain and held["weight"].dtype in DENSE_DTYPES:
             return None
         return self.scheme_of(name, held)
+
+
+def _parameters(scheme: Scheme, name: str, held: Mapping[str, TensorInfo]) -> int:
+    try:
+        return scheme.parameters(held)
+    except KeyError as error:
+        file = next(iter(held.values())).file
+        raise CheckpointError(f"{file}: tensor '{name}.{error.args[0]}' is missing; fetch it again") from None
 
 
 def refusal(linear: StoredLinear, kind: str, expected: str) -> CheckpointError:

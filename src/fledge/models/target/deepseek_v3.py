@@ -31,5 +31,6 @@ FAMILY = Family(
     layer=layer,
     layers=dense_first,
     extra_fields=extra_fields,
+    wrappers=("KimiVLForConditionalGeneration",),
     tensor_names=((".gate.e_score_correction_bias", ".e_score_correction_bias"),),
 )

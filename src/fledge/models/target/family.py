@@ -114,6 +114,15 @@ def windows_by_type(fields: ConfigFields, is_local: Callable[[int], bool]) -> Wi
     return windows if any(windows) else ()
 
 
+def rope_fields(fields: ConfigFields, kind: str, theta: float) -> ConfigFields:
+    """The config with the rope of one kind of layers: transformers 5 has one for each. `theta` where none is said."""
+    values, by_type = dict(fields.values), fields.nested("rope_parameters")
+    if by_type is not None and (own := by_type.nested(kind)) is not None:
+        values = {**values, "rope_parameters": own.values, "rope_theta": None, "rope_scaling": None}
+        return ConfigFields(values if "rope_theta" in own else {**values, "rope_theta": theta}, fields.where)
+    return ConfigFields({"rope_theta": theta, **values}, fields.where)
+
+
 def window_fields(config: TargetConfig | DrafterConfig) -> dict[str, Any]:
     """The inverse of `windows_of_upper_layers`."""
     windows = set(config.sliding_windows) - {None}

@@ -9,7 +9,7 @@ from typing import Any
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer, read_rope
-from fledge.models.target.family import Family, Windows, window_fields, windows_by_type
+from fledge.models.target.family import Family, Windows, rope_fields, window_fields, windows_by_type
 
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
@@ -20,7 +20,7 @@ def layer(fields: ConfigFields) -> LayerConfig:
             raise fields.error(capped, fields.values[capped], "null: Gemma 3 as it was published has none")
     bias = fields.flag("attention_bias", False)
     return read_layer(
-        _rope_fields(fields, "full_attention", _THETA),
+        rope_fields(fields, "full_attention", _THETA),
         qk_norm=True,
         qkv_bias=bias,
         output_bias=bias,
@@ -44,17 +44,8 @@ def windows(fields: ConfigFields) -> Windows:
 def _local_rope(fields: ConfigFields) -> RopeConfig:
     """Of the local layers: not scaled, and with a base of its own, where transformers 5 does not say otherwise."""
     if (by_type := fields.nested("rope_parameters")) is not None and "sliding_attention" in by_type:
-        return read_rope(_rope_fields(fields, "sliding_attention", _LOCAL_THETA))
+        return read_rope(rope_fields(fields, "sliding_attention", _LOCAL_THETA))
     return RopeConfig(theta=fields.number("rope_local_base_freq", _LOCAL_THETA))
-
-
-def _rope_fields(fields: ConfigFields, kind: str, theta: float) -> ConfigFields:
-    """The config with the rope of one kind of layers: transformers 5 has one for each."""
-    values, by_type = dict(fields.values), fields.nested("rope_parameters")
-    if by_type is not None and (own := by_type.nested(kind)) is not None:
-        values = {**values, "rope_parameters": own.values, "rope_theta": None, "rope_scaling": None}
-        return ConfigFields(values if "rope_theta" in own else {**values, "rope_theta": theta}, fields.where)
-    return ConfigFields({"rope_theta": theta, **values}, fields.where)
 
 
 def extra_fields(config: TargetConfig) -> dict[str, Any]:

@@ -33,6 +33,8 @@ FAMILY = Family(
     layer=layer,
     layers=dense_first,
     defaults={"n_shared_experts": 1, "first_k_dense_replace": 1},
+    aliases=("glm4v_moe_text",),
+    wrappers=("Glm4vMoeForConditionalGeneration",),
     extra_fields=extra_fields,
     tensor_names=((".gate.e_score_correction_bias", ".e_score_correction_bias"),),
 )

@@ -7,6 +7,13 @@ from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer
 from fledge.models.target.family import Family, window_of_all_layers
 
+EXPERT_NAMES = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w3.", ".up_proj."),
+    (".w2.", ".down_proj."),
+)
+
 
 def layer(fields: ConfigFields) -> LayerConfig:
     experts = ExpertsConfig(
@@ -33,10 +40,5 @@ FAMILY = Family(
     layer=layer,
     windows=window_of_all_layers,
     extra_fields=extra_fields,
-    tensor_names=(
-        (".block_sparse_moe.", ".mlp."),
-        (".w1.", ".gate_proj."),
-        (".w3.", ".up_proj."),
-        (".w2.", ".down_proj."),
-    ),
+    tensor_names=EXPERT_NAMES,
 )

@@ -8,13 +8,17 @@ from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer
 from fledge.models.target.family import Family, window_fields, windows_of_upper_layers
 
+_NORMALISED = "qwen3_vl_moe_text"  # whatever its config leaves out
+
 
 def experts(fields: ConfigFields) -> ExpertsConfig:
+    # transformers 5 writes the second.
+    number = "num_local_experts" if "num_local_experts" in fields and "num_experts" not in fields else "num_experts"
     return ExpertsConfig(
-        num_experts=fields.integer("num_experts"),
+        num_experts=fields.integer(number),
         num_experts_per_token=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("moe_intermediate_size"),
-        normalised=fields.flag("norm_topk_prob", False),
+        normalised=fields.flag("norm_topk_prob", fields.text("model_type") == _NORMALISED),
     )
 
 
@@ -48,7 +52,7 @@ FAMILY = Family(
     layer=layer,
     layers=layers,
     windows=windows_of_upper_layers,
-    aliases=("qwen3_vl_moe_text",),
+    aliases=(_NORMALISED,),
     wrappers=("Qwen3VLMoeForConditionalGeneration",),
     extra_fields=extra_fields,
 )

@@ -3,7 +3,6 @@
 import functools
 import json
 import random
-import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -18,6 +17,7 @@ from fledge.checkpoints.target import save_target
 from fledge.models.config import TargetConfig
 from tests.command_line import fledge
 from tests.forking import ForkedCommand
+from tests.ports import free_port
 from tests.shared_directory import shared_directory
 from tests.tiny_models import TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
@@ -80,9 +80,7 @@ def finished_run() -> Path:
 
 def fork_ranks(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `fledge train` in two processes, as torchrun would start them; what both said is one after the other's."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [
         ForkedCommand("train", *arguments, cwd=cwd, environment={**shared, "RANK": rank, "LOCAL_RANK": rank})

@@ -1,7 +1,7 @@
-"""The attention of training-time test: all slots of packed rows at once, draft step after draft step.
+"""Attention of training-time test: for all slots of packed rows at once, one draft step after another.
 
-Pass 0 of a layer is causal within documents. Pass k is draft step k of every slot: it sees block 0 (the keys of pass 0)
-up to its own slot, as serving sees the verified text, and its own slot of each later block, as serving sees the tokens
+Pass 0 of a layer is causal within documents. Pass k is draft step k of every slot. It sees block 0 (the keys of pass 0)
+up to its own slot, which is the verified text in serving, and its own slot of each later block, which are the tokens
 drafted before:
 
                 block 0, causal      block 1     block 2
@@ -10,12 +10,12 @@ drafted before:
     slot 2      x x x .              . . x .     . . x .
     slot 3      x x x x              . . . x     . . . x
 
-With a sliding window, pass k is k positions further on, so it sees that much less of block 0. Later blocks are never
-further away than the depth, and windows are wider than that.
+With a sliding window, pass k is k positions further on and sees k positions less of block 0. Later blocks are always
+within the window, because windows are wider than the draft is deep.
 
-Block 0 goes through attention that also returns its logsumexp: flex attention on a GPU, `document_attention` in plain
-torch elsewhere. Each later block is one score per slot and head; an online softmax joins them. So no mask and no score
-matrix over all blocks ever exists.
+Attention to block 0 also returns its logsumexp: flex attention on a GPU, `document_attention` in plain torch elsewhere.
+Each later block adds one score per slot and head; an online softmax merges them. So there is never a mask or a score
+matrix over all blocks.
 """
 
 import functools
@@ -29,22 +29,22 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fledge.kernels.paged_attention import window_at
-from fledge.layers.attention import AttentionSpec, Heads
+from fledge.layers.attention import AttentionSpec, Heads, at_least_float32
 from fledge.training.data.examples import PackedBatch
 
 Backend = Literal["auto", "reference", "flex"]
-MASK_BLOCK = 128  # slots; flex attention skips or takes whole blocks of them
+MASK_BLOCK = 128  # slots in a block of flex attention's mask
 MIN_FLEX_HEAD_DIM = 16
 MAX_SCORES = 1 << 22  # elements of the largest tensor of `document_attention`
 
-# What passes left, by layer, then by pass: key [rows, length, kv_heads, head_dim], value [.., kv_heads, value_dim].
+# Of the passes so far, by layer, then by pass: key [rows, length, kv_heads, head_dim], value [.., kv_heads, value_dim].
 Blocks = tuple[tuple[tuple[Tensor, Tensor], ...], ...]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 def _untraced(function: Callable[_P, _T], *, recursive: bool = True) -> Callable[_P, _T]:
-    """Decorator: not a part of any compiled caller; unless `recursive`, what the function calls is compiled."""
+    """Decorator: torch.compile does not trace into the function; without `recursive`, it may compile its callees."""
     untraced: Callable[_P, _T] = torch.compiler.disable(function, recursive=recursive)  # type: ignore[no-untyped-call]
     return untraced
 
@@ -52,23 +52,23 @@ def _untraced(function: Callable[_P, _T], *, recursive: bool = True) -> Callable
 @_untraced
 @functools.cache
 def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
-    """Return a module's function compiled, once for each number of blocks and the like that it is called with."""
+    """Return the function compiled. It is compiled again for each number of blocks and the like."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(function, dynamic=dynamic)
 
 
 class AttentionMass(NamedTuple):
-    """Where the attention of one layer went in one pass, mean over heads. Each float32 [rows, length], no gradient."""
+    """Attention of one layer in one pass, mean over heads. Each float32 [rows, length], without gradient."""
 
     sink: Tensor  # on the first token of the slot's document
-    own: Tensor  # on what the drafter itself drafted: the later blocks
+    own: Tensor  # on the drafter's own drafts, which are the later blocks
 
 
 class DocumentLayout:
-    """Who sees whom in block 0 of a batch. Built once, for all layers and passes of drafter and target.
+    """Which slots each slot of block 0 sees. Built once for a batch, for all layers and passes of drafter and target.
 
-    A slot sees from the start of its document to itself, a padding slot only itself; a sliding window moves the start
-    up. So one number per slot says it all, and block masks follow from it without looking at pairs of slots.
+    A slot sees the slots from the start of its document to itself, a padding slot only itself; a sliding window moves
+    the start forward. So the mask is one number per slot, and block masks are computed without a full mask.
     """
 
     def __init__(self, batch: PackedBatch, *, backend: Backend = "auto") -> None:
@@ -88,10 +88,10 @@ class DocumentLayout:
 
     @_untraced
     def block_mask(self, window: int | None, chunked: bool = False) -> BlockMask:
-        """The mask of flex attention.
+        """Return the block mask of flex attention.
 
-        Of the blocks of keys, those from the first query's first key to the queries' own block are seen at all; those
-        from the last query's first key to the block before their own are seen whole, unless they are cut.
+        A block of queries sees the key blocks from its first query's first key up to its own block. The key blocks from
+        its last query's first key up to the one before its own are visible completely, unless the row ends in them.
         """
         if (window, chunked) in self._block_masks:
             return self._block_masks[window, chunked]
@@ -138,8 +138,8 @@ class DocumentLayout:
 class TttStorage:
     """`KeyValueStorage` for passes over a `PackedBatch`, [rows, length] leading dimensions: pass k is draft step k.
 
-    A target makes one pass, whose keys and values `keep=False` forgets. `earlier` are the `blocks` that passes of
-    another storage left: a step that must be repeatable (checkpointing) has a storage of its own.
+    A target makes one pass, whose keys and values are not kept (`keep=False`). `earlier` are the `blocks` of previous
+    draft steps: each step has its own storage, so that activation checkpointing can repeat it.
     """
 
     def __init__(
@@ -151,15 +151,15 @@ class TttStorage:
 
     @property
     def blocks(self) -> Blocks:
-        """What has been stored, by layer and pass."""
+        """The stored keys and values, by layer and pass."""
         return tuple(self._blocks[layer] for layer in range(len(self._blocks)))
 
-    # Not traced into a compiled drafter: the number of blocks differs from step to step, and everything around it
-    # would be compiled again for each. What is called here is compiled on its own.
+    # Not traced into a compiled drafter: the number of blocks changes with each step, and the whole drafter would be
+    # compiled again for each. The functions called here are compiled separately.
     @functools.partial(_untraced, recursive=False)
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         query, key, value = heads.finished()
-        query, key = query.to(value.dtype), key.to(value.dtype)  # head norms in float32 leave them wider under autocast
+        query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, head norms return float32
         blocks = (*self._blocks.get(spec.layer, ()), (key, value))
         window = None if spec.sliding_window is None else spec.sliding_window - (len(blocks) - 1)
         assert window is None or window > 0, "a window must be wider than the draft is deep"
@@ -174,13 +174,13 @@ class TttStorage:
         else:
             first = self.layout.first_visible(window, spec.chunked)  # of targets, which make one pass
             mixed, lse = document_attention(query, keys[0], values[0], first, spec.scale)
-        if heads.sinks is not None:  # its share of the softmax is lost to the keys; only targets have one
+        if heads.sinks is not None:  # the sink takes its share of the softmax; only targets have sinks
             mixed = mixed * torch.sigmoid(lse - heads.sinks.to(lse.dtype))[..., None].to(mixed.dtype)
         if len(blocks) > 1:
             merge = compiled(merge_own) if uses_flex else merge_own
             mixed, lse = merge(query, mixed, lse, list(keys[1:]), list(values[1:]), spec.scale)
         if self.record:
-            seen = self.layout.first_visible(window) == self.layout.start  # the sink may be out of the window
+            seen = self.layout.first_visible(window) == self.layout.start  # the first token may be outside the window
             mass = attention_mass(query, lse, keys, self.layout.start, spec.scale)
             mass = mass._replace(sink=mass.sink * seen)
             self.masses.setdefault(spec.layer, []).append(mass)
@@ -190,21 +190,21 @@ class TttStorage:
 def merge_own(
     query: Tensor, mixed: Tensor, lse: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Add each slot's own rows of the later blocks to its attention over block 0.
+    """Merge attention over block 0 with each slot's own rows of the later blocks.
 
     query, mixed [rows, length, heads, head_dim], lse [rows, length, heads] (natural logarithm) of block 0, keys and
     values each [rows, length, kv_heads, head_dim]. Returns the same for all blocks together. Computed in float32.
     """
-    wide = _wide(_grouped(query, keys[0]))  # [rows, length, kv_heads, group, head_dim]
+    wide = at_least_float32(_grouped(query, keys[0]))  # [rows, length, kv_heads, group, head_dim]
     lse = lse.view(wide.shape[:-1])
-    scores = [(wide * _wide(key)[..., None, :]).sum(-1) * scale for key in keys]
+    scores = [(wide * at_least_float32(key)[..., None, :]).sum(-1) * scale for key in keys]
     highest = functools.reduce(torch.maximum, scores, lse).detach()
     first = (lse - highest).exp()
     weights = [(score - highest).exp() for score in scores]
     total = functools.reduce(torch.add, weights, first)
-    joined = first[..., None] * _wide(_grouped(mixed, keys[0]))
+    joined = first[..., None] * at_least_float32(_grouped(mixed, keys[0]))
     for weight, value in zip(weights, values, strict=True):
-        joined = joined + weight[..., None] * _wide(value)[..., None, :]
+        joined = joined + weight[..., None] * at_least_float32(value)[..., None, :]
     joined = joined / total[..., None]
     return joined.to(mixed.dtype).flatten(2, 3), (highest + total.log()).flatten(2, 3)
 
@@ -212,13 +212,13 @@ def merge_own(
 @_untraced
 @torch.no_grad()
 def attention_mass(query: Tensor, lse: Tensor, keys: Sequence[Tensor], start: Tensor, scale: float) -> AttentionMass:
-    """Attention on the sink and on the slot's own drafts, from the logsumexp over all that a slot sees."""
+    """Attention on the first token and on the slot's own drafts, given the logsumexp over all that a slot sees."""
     first, *own = keys
-    wide = _wide(_grouped(query, first))
+    wide = at_least_float32(_grouped(query, first))
     lse = lse.view(wide.shape[:-1])
 
     def mass(key: Tensor) -> Tensor:
-        scores = (wide * _wide(key)[..., None, :]).sum(-1) * scale
+        scores = (wide * at_least_float32(key)[..., None, :]).sum(-1) * scale
         return (scores - lse).exp().mean((-2, -1)).float()
 
     sink = mass(first.gather(1, start[..., None, None].expand_as(first)))
@@ -228,11 +228,6 @@ def attention_mass(query: Tensor, lse: Tensor, keys: Sequence[Tensor], start: Te
 def _grouped(x: Tensor, key: Tensor) -> Tensor:
     """[rows, length, heads, head_dim] -> [rows, length, kv_heads, group, head_dim]."""
     return x.view(*x.shape[:2], key.shape[2], -1, x.shape[-1])
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In float32, or float64 where it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -252,13 +247,13 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: flo
 
 @_untraced
 def document_attention(query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Slot t attends to slots first[t] .. t of its row: what flex attention is on a GPU, in plain torch.
+    """Attention in plain torch in which slot t sees slots first[t] .. t of its row.
 
     query [rows, length, heads, head_dim], key and value [rows, length, kv_heads, head_dim], first [rows, length] int64,
     never decreasing along a row. Returns attention like query, and the logsumexp of the scores [rows, length, heads],
-    both differentiable. Computed in float32, or float64 where the inputs are: a row and a run of its queries at a time,
-    so that the largest tensor has a bounded size. PyTorch's own kernel on a CPU has no gradient of the logsumexp, and
-    what autograd makes of plain operations takes 1.4 to 1.9 times as long.
+    both differentiable. Computed in at least float32, for one row and some of its queries at a time, so that the
+    largest tensor has a bounded size. The backward pass is written by hand, because PyTorch's CPU kernel has no
+    gradient of the logsumexp and autograd takes 1.4 to 1.9 times as long.
     """
     with torch.autocast(query.device.type, enabled=False):
         mixed, lse = _DocumentAttention.apply(query, key, value, first, scale)  # type: ignore[no-untyped-call]
@@ -272,7 +267,7 @@ class _DocumentAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.scale, ctx.chunks = scale, _chunks(query, first)
         mixed = query.new_empty(*query.shape[:-1], value.shape[-1])
-        lse = _wide(query.new_empty(query.shape[:-1]))
+        lse = at_least_float32(query.new_empty(query.shape[:-1]))
         for chunk in ctx.chunks:
             scores = _scores(chunk, query, key, first, scale)
             highest = scores.amax(-1, keepdim=True)
@@ -291,7 +286,8 @@ class _DocumentAttention(torch.autograd.Function):
         kv_heads, grad_query = key.shape[2], torch.empty_like(query)
         grad_key, grad_value = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (key, value))
         # d score = weight * (d weight - sum(d out * out) + d lse)
-        offset = _wide(grad_lse) - (_wide(grad_mixed) * _wide(mixed)).sum(-1)  # [rows, length, heads]
+        product = at_least_float32(grad_mixed) * at_least_float32(mixed)
+        offset = at_least_float32(grad_lse) - product.sum(-1)  # [rows, length, heads]
         with torch.autocast(query.device.type, enabled=False):
             for chunk in ctx.chunks:
                 row, low, high, start = chunk
@@ -310,7 +306,7 @@ Chunk = tuple[int, int, int, int]  # row, first query, end of queries, first key
 
 
 def _chunks(query: Tensor, first: Tensor) -> list[Chunk]:
-    """Queries [low, high) of a row see keys [start, high). On a GPU `start` is 0: asking would wait for the device."""
+    """Queries [low, high) of a row see keys [start, high). On a GPU `start` is 0, so as not to wait for the device."""
     rows, length, heads, _ = query.shape
     step = max(1, min(length, MAX_SCORES // (heads * length)))
     lows = range(0, length, step)
@@ -329,18 +325,18 @@ def _scores(chunk: Chunk, query: Tensor, key: Tensor, first: Tensor, scale: floa
 
 
 def _queries(chunk: Chunk, x: Tensor, kv_heads: int) -> Tensor:
-    """x [rows, length, heads, n] -> [kv_heads, group * queries, n] of the chunk: heads that share keys are rows."""
+    """x [rows, length, heads, n] -> [kv_heads, group * queries, n] of the chunk, for grouped-query attention."""
     row, low, high, _ = chunk
-    some = _wide(x[row, low:high])
+    some = at_least_float32(x[row, low:high])
     return some.view(high - low, kv_heads, -1, x.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _slots(x: Tensor, queries: int) -> Tensor:
-    """The way back: [kv_heads, group * queries, n] -> [queries, heads, n]."""
+    """The inverse of `_queries`: [kv_heads, group * queries, n] -> [queries, heads, n]."""
     return x.view(len(x), -1, queries, x.shape[-1]).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _keys(chunk: Chunk, x: Tensor) -> Tensor:
     """x [rows, length, kv_heads, head_dim] -> [kv_heads, keys, head_dim] of the chunk."""
     row, _, high, start = chunk
-    return _wide(x[row, start:high]).transpose(0, 1)
+    return at_least_float32(x[row, start:high]).transpose(0, 1)

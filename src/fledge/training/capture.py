@@ -1,8 +1,8 @@
-"""The target's hidden states for training: what the drafter reads, and what its teacher's logits are made of.
+"""The target's hidden states for training: the inputs of the drafter, and of the head that makes the labels.
 
-Two backends, one meaning. Aux id k is the input of block k (the number of layers: the output of the last block), and
-`final` is what the output head reads, after the final norm. Of the models of transformers, whatever their blocks look
-like, states are taken where they pass: what a model calls its hidden states does not matter.
+Both backends define states in the same way. Aux id k is the input of block k (k = number of layers: the output of the
+last block), and `final` is the input of the output head, after the final norm. In models of transformers they are
+captured by hooks on the blocks and the head, which work for any architecture.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ _PROBE_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TargetEnds:
-    """Both ends of a target: all of it that drafter and teacher need when its states are on disk."""
+    """A target's embedding and output head: all that drafter and teacher need if its states are on disk."""
 
     embedding_weight: Tensor  # [vocab, hidden]
     head_weight: Tensor  # [vocab, hidden]
@@ -48,7 +48,7 @@ class TargetEnds:
 
 
 class FledgeCapture:
-    """A frozen target of our own, over packed rows as they are."""
+    """A frozen target of our own. It reads packed rows as they are."""
 
     def __init__(self, model: TargetModel) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -57,13 +57,13 @@ class FledgeCapture:
 
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
-        """States [rows, length, ...] of every token; what stands at padding means nothing. Without gradients."""
+        """Return states [rows, length, ...] of every token, without gradient. Those of padding are arbitrary."""
         storage = TttStorage(DocumentLayout(batch), keep=False)
         return self.model(batch.tokens, batch.positions, storage, aux_layer_ids)  # type: ignore[no-any-return]
 
 
 class TransformersCapture:
-    """A causal language model of transformers. Documents are unpacked from their rows, and their states put back."""
+    """A causal language model of transformers. It reads the documents of packed rows separately."""
 
     def __init__(self, model: Any, config: TargetConfig, where: str) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -71,7 +71,7 @@ class TransformersCapture:
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_layers]
         if not lists:
             raise CheckpointError(f"{where}: no list of {config.num_layers} decoder blocks in {type(model).__name__}")
-        # Of the lists with one entry for each layer, the one with the most parameters.
+        # The list with one entry for each layer that has the most parameters.
         self._blocks = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
         self._head: nn.Module = self.model.get_output_embeddings()
         if self._head is None:
@@ -109,7 +109,7 @@ class TransformersCapture:
     ) -> tuple[dict[Any, Tensor], Tensor]:
         """Run tokens [documents, length], padded on the right. Returns states by id and "final", and logits.
 
-        The logits are those of each document's first token: of the whole vocabulary, more would cost too much.
+        The logits are only those of each document's first token, because all would take too much memory.
         """
         seen: dict[Any, Tensor] = {}
 
@@ -134,7 +134,7 @@ class TransformersCapture:
 
     @torch.no_grad()
     def _scale_head(self) -> bool:
-        """Whether head(final) are the logits: teachers compute them so. A constant factor is put in the head."""
+        """Return whether the logits are head(final), as in `Teacher`. A constant factor is put into the head."""
         ends, head = self.ends, self.ends.head_weight
         tokens = torch.arange(_PROBE_TOKENS, device=head.device)[:, None] % self.config.vocab_size
         seen, logits = self._run(tokens, torch.ones_like(tokens, dtype=torch.bool))
@@ -153,7 +153,7 @@ CaptureModel = FledgeCapture | TransformersCapture
 
 
 def target_config(section: TargetSection) -> TargetConfig:
-    """What the target is, without its weights. `dtype` is that of the run."""
+    """Return the target's config; `dtype` is that of the run."""
     directory = resolve(section.path)
     if is_supported_target(directory):
         config = read_target_config(directory)
@@ -167,7 +167,7 @@ def target_config(section: TargetSection) -> TargetConfig:
 
 
 def open_target(section: TargetSection, device: torch.device | str) -> CaptureModel:
-    """Load the target: by our own code where the family is ours, else through transformers."""
+    """Load the target: with our own code if the family is supported, else with transformers."""
     directory, config = resolve(section.path), target_config(section)
     dtype = DTYPES[config.dtype]
     if config.family in FAMILIES and section.backend != "transformers":
@@ -181,7 +181,7 @@ def open_target(section: TargetSection, device: torch.device | str) -> CaptureMo
 
 
 def _foreign_config(directory: Path, *, trust_remote_code: bool) -> TargetConfig:
-    """Describe a model of any family; `layer` is the shape a drafter of one ordinary layer should have for it."""
+    """Return the config of a model of any family; `layer` has the sizes for a drafter's ordinary layer."""
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import
 
     with _in_one_line(directory, "has a config that transformers cannot read"):
@@ -228,10 +228,10 @@ def _foreign_config(directory: Path, *, trust_remote_code: bool) -> TargetConfig
 
 
 def _documents(batch: PackedBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The documents of packed rows, longest first, in groups of at most as many slots as the batch has.
+    """Yield the documents of packed rows, longest first, in groups of at most as many slots as the batch has.
 
-    Yields tokens [documents, length] padded on the right, the mask of the real ones, and for each of these its slot in
-    the flat batch.
+    A group is tokens [documents, length] padded on the right, the mask of the real tokens, and the slot of each of
+    these in the flat batch.
     """
     document, tokens = batch.document.flatten(), batch.tokens.flatten()
     real = (document >= 0).nonzero().squeeze(1)

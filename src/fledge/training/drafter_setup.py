@@ -1,4 +1,4 @@
-"""The drafter at the start of training: its shape from recipe and target, its first weights, and what it borrows."""
+"""The drafter at the start of training: its config, its initial weights, and the weights it shares with the target."""
 
 import warnings
 from dataclasses import fields, replace
@@ -23,7 +23,7 @@ _VARIANTS = {"eagle1": EAGLE_1, "eagle3": EAGLE_3, "eagle3.1": EAGLE_3_1}
 
 
 def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_size: int | None = None) -> DrafterConfig:
-    """The drafter that the recipe asks for. What it leaves open follows the target: rope and positions always do."""
+    """Return the config of the recipe's drafter. What the recipe leaves open follows the target, rope always does."""
     variant = _VARIANTS[section.variant]
     eagle1 = variant.architecture is Architecture.EAGLE1
     draft_vocab_size = min(draft_vocab_size or target.vocab_size, target.vocab_size)
@@ -32,7 +32,7 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
         raise ConfigError(f"vocab.size: {what}; set it to null")
     if eagle1 and (section.fc_norm or section.norm_output or section.norm_before_residual or section.aux_layer_ids):
         raise ConfigError("drafter: fc_norm, norm_output, norm_before_residual and aux_layer_ids are of EAGLE-3")
-    # A plain Llama-style layer, which every engine has, of the target's shape: without its biases and head norms.
+    # A plain Llama-style layer of the target's sizes, which every engine supports: no biases, no norms of heads.
     plain = replace(target.layer.as_drafter, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False)
     plain = replace(plain, intermediate_size=section.intermediate_size or plain.intermediate_size)
     layer = _latent_layer(section, target, plain) if section.attention == "mla" else _plain_layer(section, plain)
@@ -72,7 +72,7 @@ def _plain_layer(section: DrafterSection, plain: LayerConfig) -> LayerConfig:
 
 
 def _latent_layer(section: DrafterSection, target: TargetConfig, plain: LayerConfig) -> LayerConfig:
-    """With the target's latent attention. Neighbours rotate together, as the class has it, whatever they do there."""
+    """A layer with the target's latent attention. Its rope is always interleaved, as in vLLM's drafter class."""
     if target.layer.latent is None:
         what = f"mla takes its shape from the target, and {target.family} has no latent attention"
         raise ConfigError(f"drafter.attention: {what}; use gqa")
@@ -82,7 +82,7 @@ def _latent_layer(section: DrafterSection, target: TargetConfig, plain: LayerCon
         if (found := getattr(section, key)) is not None:
             raise ConfigError(f"drafter.{key}: found {found}, allowed is null with drafter.attention mla")
     heads, rope = section.num_heads or plain.num_heads, replace(plain.rope, interleaved=True)
-    # Queries come in two steps, as vLLM's class reads no others; their rank is DeepSeek's where the target has none.
+    # vLLM's class needs low-rank queries; if the target has none, the rank is chosen as in DeepSeek's models.
     latent = target.layer.latent
     latent = replace(latent, q_lora_rank=latent.q_lora_rank or 3 * latent.kv_lora_rank)
     size = latent.qk_rope_head_dim
@@ -101,9 +101,9 @@ def make_drafter(
     compute: torch.dtype = torch.float32,
     target_directory: Path | None = None,
 ) -> Drafter:
-    """Build the drafter in float32 on `device`, with all that it borrows. The same seed gives the same on any device.
+    """Build the drafter in float32 on `device`. A seed gives the same weights on any device.
 
-    `compute` is the dtype that its layers will be run in.
+    `compute` is the dtype that its layers will run in.
     """
     if not config.own_head and ends.head_bias is not None:
         raise ConfigError("drafter.variant: EAGLE-1 drafts with the target's head, and this target's has a bias; use 3")
@@ -129,7 +129,7 @@ def make_drafter(
 
 
 def _initialise(drafter: Drafter, seed: int) -> None:
-    """Matrices of normal numbers that keep the size of what they read; what is added to the stream starts smaller."""
+    """Normal weights that preserve the scale of their input; smaller in projections to the residual stream."""
     generator = torch.Generator().manual_seed(seed)
     layers = drafter.config.num_layers
     for name, parameter in drafter.named_parameters():  # in the order of the modules, which is fixed
@@ -145,11 +145,11 @@ def _initialise(drafter: Drafter, seed: int) -> None:
 
 
 def _load_weights(drafter: Drafter, directory: Path, target: TargetConfig, target_directory: Path | None) -> None:
-    """Go on from a checkpoint of the same shape. Its draft vocabulary may be another: rows move with their tokens."""
-    # The contract knows the families that we serve; for any other the rest of it holds all the same.
+    """Load the weights of a checkpoint of the same shape. If its draft vocabulary differs, rows follow their tokens."""
+    # The contract only knows families that we serve; for others it is checked as for Llama.
     known = target if target.family in FAMILIES else replace(target, family="llama")
     earlier = load_drafter(directory, known, target_directory=target_directory)
-    # Of these none changes what shape the weights have, but rows of head and embedding.
+    # These may differ: they only change the number of rows of head and embedding, or no weight at all.
     free = {"dtype", "max_positions", "draft_vocab_size", "own_embedding", "own_head", "sliding_windows"}
     for field in fields(DrafterConfig):
         found, wanted = getattr(earlier.config, field.name), getattr(drafter.config, field.name)
@@ -169,12 +169,12 @@ def _load_weights(drafter: Drafter, directory: Path, target: TargetConfig, targe
 
 
 class Borrowed(nn.Module):
-    """A matrix of the target: frozen, in the target's dtype and memory, and not the drafter's to save."""
+    """An embedding or head of the target that the drafter uses: frozen, shared in memory, not saved with it."""
 
     weight: Tensor
 
     def __init__(self, weight: Tensor, embeds: torch.dtype | None = None) -> None:
-        """An embedding that gives numbers of the dtype `embeds`, or without it a head."""
+        """An embedding that returns the dtype `embeds`; None: a head."""
         super().__init__()
         self.embeds = embeds
         self.register_buffer("weight", weight.detach(), persistent=False)

@@ -1,4 +1,4 @@
-"""The figures of a training run: one JSON line every few steps, and whoever else the recipe wants to have them."""
+"""The log of a training run: a JSON line every few steps, and the loggers that the recipe names."""
 
 import importlib.util
 import json
@@ -15,9 +15,9 @@ LOG_FILE = "log.jsonl"
 
 
 class TrainingLog(ExitStack):
-    """A JSONL file, and TensorBoard and Weights & Biases too where the recipe asks for them.
+    """Writes a JSONL file, and to TensorBoard and Weights & Biases if the recipe asks for them.
 
-    `position` bytes of an earlier log are kept and the rest is written again.
+    The first `position` bytes of an earlier log are kept; the rest is written again.
     """
 
     def __init__(self, directory: Path, fit: FitSection, *, run_name: str, position: int = 0, step: int = 0) -> None:
@@ -35,7 +35,7 @@ class TrainingLog(ExitStack):
             self._loggers.append(lambda values, step: [writer.add_scalar(*each, step) for each in values.items()])
         if fit.wandb_project:
             wandb = importlib.import_module("wandb")
-            kept = directory / "wandb-run"  # the same run again after an interruption
+            kept = directory / "wandb-run"  # the run's id, to continue it after an interruption
             if not kept.is_file():
                 kept.write_text(wandb.util.generate_id())
             names = {"project": fit.wandb_project, "id": kept.read_text(), "name": run_name}
@@ -45,7 +45,7 @@ class TrainingLog(ExitStack):
 
     @property
     def position(self) -> int:
-        """Bytes written. They are on their way to the disk when this returns."""
+        """Bytes written, after they were flushed to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al., 2024): momentum whose every singular value is made about one, for the matrices of layers.
+"""Muon (Jordan et al., 2024): momentum that is orthogonalised, for the matrices of layers.
 
-The learning-rate rule is torch's "match_rms_adamw": updates of the size that AdamW makes, so one rate serves both.
-`torch.optim.Muon` has no `found_inf`, the flag by which a step that broke is left out without waiting for the device.
+The learning rate is scaled as in torch's "match_rms_adamw": updates have the RMS of AdamW's, so both use the same rate.
+`torch.optim.Muon` has no `found_inf`, the flag with which a non-finite step is skipped without waiting for the device.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
 _STEPS = 5
 _EPSILON = 1e-7
+_MOMENTUM = 0.95
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Return roughly the nearest semi-orthogonal matrices of a stack [n, rows, columns]: Newton-Schulz in bfloat16."""
+    """Return about the nearest semi-orthogonal matrices of a stack [n, rows, columns]: Newton-Schulz in bfloat16."""
     a, b, c = _COEFFICIENTS
     x = matrices.bfloat16()
     tall = x.shape[1] > x.shape[2]
@@ -29,12 +30,12 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """For parameters of two dimensions. `found_inf`, a float scalar on their device: 1 leaves a step out."""
+    """For parameters of two dimensions. `found_inf` is a float scalar on their device: 1 skips a step."""
 
     found_inf: Tensor | None = None
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, weight_decay: float):
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "momentum": _MOMENTUM})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

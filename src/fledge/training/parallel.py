@@ -1,7 +1,7 @@
-"""Training in several processes: who we are, what the first one tells the others, how gradients and states are shared.
+"""Training in several processes: their ranks, what they send each other, and how they share gradients.
 
-Every process has its own rows of each step. Losses are divided by what the whole step supervises, so gradients must be
-summed over processes; DDP and FSDP2 average them, so losses are multiplied by the number of processes.
+Every process has its own rows of each step. Losses are divided by the supervised slots of the whole step, so gradients
+must be summed over processes. DDP and FSDP2 average them, so losses are multiplied by the number of processes.
 """
 
 import inspect
@@ -28,68 +28,69 @@ from fledge.errors import ConfigError
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.1
-_PARTING_SECONDS = 60.0
+_FINISH_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Describes this process among those of a torchrun, before and between collective work.
+    """The process and the others of its torchrun, before there is a process group.
 
-    No process group: the others may wait for hours while the first one prepares data, which no collective outlasts.
+    The others may wait for hours while the first one prepares data. A collective would time out, so values are shared
+    through torchrun's key-value store.
     """
 
     rank: int = 0
-    world: int = 1
-    store: Any = None  # of torch.distributed; none where there is one process
+    world_size: int = 1
+    store: Any = None  # a torch.distributed store; None: this is the only process
 
     @classmethod
     def from_environment(cls) -> "Processes":
-        """Read what torchrun set; without it this process is alone."""
+        """Read the environment that torchrun sets. Without it, this is the only process."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
-        store, rank, world = next(rendezvous("env://"))
-        return cls(rank=rank, world=world, store=PrefixStore("fledge-train", store))
+        store, rank, world_size = next(rendezvous("env://"))
+        return cls(rank=rank, world_size=world_size, store=PrefixStore("fledge-train", store))
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def share(self, name: str, value: Callable[[], _T]) -> _T:
-        """Return the first process's `value()`, JSON values, in every process. The others wait for it."""
+        """Return the first process's `value()` (JSON values) in every process. The others wait for it."""
         if self.rank == 0:
             result = value()
-            if self.world > 1:
+            if self.world_size > 1:
                 self.store.set(name, json.dumps(result))
             return result
-        while not self.store.check([name]):  # not `wait`, in which Ctrl-C would not be heard
+        while not self.store.check([name]):  # `store.wait` would not react to Ctrl-C
             time.sleep(_POLL_SECONDS)
         shared: _T = json.loads(self.store.get(name))
         return shared
 
-    def part(self) -> None:
-        """Wait, in the first process, until the others have read all that it shared: its store ends with it."""
-        if self.world == 1:
+    def finish(self) -> None:
+        """In the first process: wait until the others have read all that it shared, since the store ends with it."""
+        if self.world_size == 1:
             return
         if self.rank > 0:
-            self.store.set(f"parted-{self.rank}", "")
+            self.store.set(f"finished-{self.rank}", "")
             return
-        others = [f"parted-{rank}" for rank in range(1, self.world)]
-        deadline = time.monotonic() + _PARTING_SECONDS  # one that has failed never tells
+        others = [f"finished-{rank}" for rank in range(1, self.world_size)]
+        deadline = time.monotonic() + _FINISH_SECONDS  # a process that has failed never says so
         while not self.store.check(others) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workers(Processes):
-    """Describes this process among those that train together. Methods that speak of all must be called by all."""
+    """The process and the others of its process group. Methods that communicate must be called by all of them."""
 
     device: torch.device
-    control: Any = None  # a process group of CPU messages, so that agreeing on something does not wait for the device
+    control: Any = None  # a gloo group for messages between hosts, which does not wait for the devices
 
     @classmethod
     @contextmanager
     def start(cls, device: str = "auto") -> Iterator["Workers"]:
-        """Join the other processes of a torchrun until the block ends; without one this process is alone."""
+        """Join the process group of a torchrun until the block ends. Without torchrun, this is the only process."""
         place = choose_device(device)
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             yield cls(device=place)
@@ -105,45 +106,45 @@ class Workers(Processes):
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, device_id=place if on_gpu else None)
         try:
             control = dist.new_group(backend="gloo", timeout=timeout)
-            yield cls(device=place, rank=dist.get_rank(), world=dist.get_world_size(), control=control)
+            yield cls(device=place, rank=dist.get_rank(), world_size=dist.get_world_size(), control=control)
         finally:
             dist.destroy_process_group()
 
     def share_of(self, rows: int) -> slice:
         """Which of a step's rows this process has."""
-        if rows % self.world:
-            raise ConfigError(f"fit.rows: found {rows}, allowed is a multiple of {self.world}, the processes")
-        each = rows // self.world
+        if rows % self.world_size:
+            raise ConfigError(f"fit.rows: found {rows}, allowed is a multiple of {self.world_size}, the processes")
+        each = rows // self.world_size
         return slice(self.rank * each, (self.rank + 1) * each)
 
-    def sum(self, *tensors: Tensor) -> None:
+    def all_reduce(self, *tensors: Tensor) -> None:
         """Replace each tensor by its sum over all processes."""
-        if self.world > 1:
+        if self.world_size > 1:
             for tensor in tensors:
                 dist.all_reduce(tensor)
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says so. Does not wait for devices."""
-        said = torch.tensor(int(flag))
-        if self.world > 1:
-            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.control)
-        return bool(said)
+        """Whether `flag` is set in any process. Does not wait for devices."""
+        highest = torch.tensor(int(flag))
+        if self.world_size > 1:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(highest)
 
-    def tell(self, value: _T) -> _T:
+    def broadcast(self, value: _T) -> _T:
         """Return the first process's `value` in every process."""
-        said = [value]
-        if self.world > 1:
-            dist.broadcast_object_list(said, group=self.control)
-        return said[0]
+        values = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, group=self.control)
+        return values[0]
 
-    def wait(self) -> None:
-        """Return when all processes are here."""
-        if self.world > 1:
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        if self.world_size > 1:
             dist.barrier(group=self.control)
 
     def wrap(self, model: nn.Module, kind: Literal["ddp", "fsdp2"], compute: torch.dtype) -> nn.Module:
-        """Return the model so that its backward passes share gradients. FSDP2 also computes in `compute`."""
-        if self.world == 1:
+        """Wrap the model so that backward passes share gradients. With FSDP2 it also computes in `compute`."""
+        if self.world_size == 1:
             return model
         if kind == "ddp":
             devices = [self.device.index] if self.device.type == "cuda" else None
@@ -154,12 +155,12 @@ class Workers(Processes):
             return DistributedDataParallel(model, device_ids=devices, **options)
         # One group: a drafter is a layer or two, and draft steps use every one of them several times in a pass.
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        fully_shard(model, mesh=init_device_mesh(self.device.type, (self.world,)), mp_policy=policy)
+        fully_shard(model, mesh=init_device_mesh(self.device.type, (self.world_size,)), mp_policy=policy)
         return model
 
     @contextmanager
     def shares_gradients(self, model: nn.Module, now: bool) -> Iterator[None]:
-        """Backward passes inside share gradients only if `now`; others add to what is shared later."""
+        """Share gradients after the backward passes in this block only if `now`; else they are accumulated."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(now)
         quiet = isinstance(model, DistributedDataParallel) and not now

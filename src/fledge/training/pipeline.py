@@ -1,12 +1,12 @@
-"""The pipeline of `fledge train`: stages run in order, each once: what is there and still true is not done again.
+"""The pipeline of `fledge train`: stages run in order, and a stage whose output is up to date is skipped.
 
-A stage's key follows from everything that its output depends on, and names its directory. Changing the recipe changes
-the keys of the stages concerned and of those after them; what was made before stays where it is.
+A stage's key is a digest of everything that its output depends on, and names its directory. Changing the recipe changes
+the keys of the stages concerned and of those after them; earlier outputs stay where they are.
 
 output/
-  lock                      held while a run is at work
+  lock                      held during a run
   prepare/<key>/            one directory for each version of a stage's output
-    started.json            what it was started on: another start goes on only from the same
+    started.json            the inputs it was started with: it is resumed only with the same ones
     manifest.json           written last: without it the stage was interrupted
   ...
   drafter/                  the newest result of `eval`
@@ -42,50 +42,50 @@ from fledge.training.recipe import Recipe, map_texts
 from fledge.version import __version__
 
 MANIFEST, STARTED = "manifest.json", "started.json"
-# Of `fledge.training.stages`, in the order in which they run.
+# Names in `fledge.training.stages`, in the order in which they run.
 STAGES = ("prepare:STAGE", "regenerate:STAGE", "fit:VOCAB", "fit:CAPTURE", "fit:STAGE", "evaluate:STAGE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """What a stage gets. It may be started again after being killed at any moment, with its directory as it left it."""
+    """The arguments of a stage. It may be killed at any time and started again with its directory as it was."""
 
     recipe: Recipe
-    directory: Path  # its own; exists; holds whatever an interrupted earlier start wrote
+    directory: Path  # for its output; may contain what an interrupted run wrote
     inputs: Mapping[str, Path] = field(default_factory=dict)  # directories of the stages it depends on, by name
     progress: Progress = field(default_factory=Progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One step of the pipeline: a function that fills a directory, and a key that says when that can be used again."""
+    """One step of the pipeline: a function that fills a directory, and a key that says when it can be reused."""
 
     name: str
     version: int  # raise it when the output for the same settings changes
     depends_on: tuple[str, ...]
-    settings: Callable[[Recipe], dict[str, Any]]  # JSON values: all that the output depends on besides earlier stages
+    settings: Callable[[Recipe], dict[str, Any]]  # everything but earlier stages that the output depends on, as JSON
     run: Callable[[StageContext], dict[str, Any]]  # returns a summary for people, as JSON values
-    collective: bool = False  # runs in every process of a torchrun, which end together; others in the first one only
+    collective: bool = False  # runs in every process of a torchrun; other stages run in the first one only
 
     def key(self, recipe: Recipe, input_keys: Mapping[str, str]) -> str:
-        """Changes with anything that the output depends on."""
+        """Digest of everything that the output depends on."""
         return digest([self.name, self.version, self.settings(recipe), {k: input_keys[k] for k in self.depends_on}])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Record):
-    """What is written when a stage is complete."""
+    """Written when a stage is complete."""
 
     stage: str
     key: str
     inputs: Mapping[str, str]  # stage -> `run` of the manifest it was made from
-    input_keys: Mapping[str, str]  # of every stage before it, also of those it does not read itself
+    input_keys: Mapping[str, str]  # of every stage before it, also of those that it does not read
     settings: Mapping[str, Any]
     summary: Mapping[str, Any]
-    seconds: float  # of the start that completed it
+    seconds: float  # of the run that completed it
     fledge_version: str
     command: str
-    # Tells one execution from the next, so that a stage that was forced to run again outdates those built on it.
+    # Identifies one execution: if a stage is forced to run again, the stages that depend on it are outdated.
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
 
     @classmethod
@@ -99,14 +99,14 @@ class Manifest(Record):
 
 
 class StageState(NamedTuple):
-    """Where a stage stands for a recipe. The directory's name is its key."""
+    """The output of a stage for a recipe. The directory's name is its key."""
 
     directory: Path
-    manifest: Manifest | None  # of its output, where that is complete and still true
+    manifest: Manifest | None  # None: the output is not complete, or outdated
 
 
 class RunReport(NamedTuple):
-    """What a run did, where every stage stands now, and the published checkpoint, if there is one."""
+    """The stages that ran, the state of every stage, and the published checkpoint, if there is one."""
 
     ran: tuple[str, ...]
     states: Mapping[str, StageState]  # in the first process
@@ -114,7 +114,7 @@ class RunReport(NamedTuple):
 
 
 class Pipeline:
-    """The stages of one recipe. In a torchrun every process has one; the first decides what runs, and tells the others.
+    """The stages of one recipe. In a torchrun every process has a pipeline, and the first one decides what runs.
 
     `stages` are those of this package, unless others are given.
     """
@@ -133,7 +133,7 @@ class Pipeline:
 
     @cached_property
     def keys(self) -> dict[str, str]:
-        """Every stage's key. Reads all data files, once; what changes during a run is noticed by the next one."""
+        """Every stage's key. Reads all data files, once; changes during a run are noticed by the next run."""
         keys: dict[str, str] = {}
         try:
             for stage in self.stages:
@@ -143,13 +143,13 @@ class Pipeline:
         return keys
 
     def states(self) -> dict[str, StageState]:
-        """Say for each stage, in order, where its output belongs and whether it is there. Writes nothing."""
+        """Return for each stage, in order, the directory of its output and whether it is complete. Writes nothing."""
         states: dict[str, StageState] = {}
         for stage in self.stages:
             directory = self.output / stage.name / self.keys[stage.name]
             manifest = Manifest.read(directory)
             for name in stage.depends_on:
-                # Made from the present run of its input? One whose files are gone is taken as unchanged.
+                # Outdated if its input ran again. An input whose files were removed counts as unchanged.
                 now = Manifest.read(states[name].directory)
                 if manifest and now and (states[name].manifest is None or manifest.inputs.get(name) != now.run):
                     manifest = None
@@ -164,7 +164,7 @@ class Pipeline:
         until: str | None = None,
         force: Sequence[str] = (),
     ) -> RunReport:
-        """Run what the recipe needs and is not there yet. Called in every process of a torchrun, by each of them.
+        """Run the stages that are not up to date. Must be called in every process of a torchrun.
 
         All stages, `only` one, or `from_stage` .. `until`; those of `force` even if up to date.
         """
@@ -181,12 +181,13 @@ class Pipeline:
             states = self.states() if processes.is_first else {}
             evaluated, manifest = states.get("eval", (Path(), None))
             drafter = None if manifest is None else publish(self.output, evaluated / "drafter", manifest.run)
-            processes.part()
+            processes.finish()
             return RunReport(tuple(decided), states, drafter)
 
     def _stages_to_run(self, selected: Sequence[str], force: Sequence[str]) -> list[str]:
-        """Return the selected stages that must run: those forced, or incomplete and read by one that runs, or built on
-        one. An incomplete stage whose output nothing will read is left alone: its files may have been removed.
+        """Return the selected stages that must run: forced ones, incomplete ones that are needed, and their dependents.
+
+        An incomplete stage that no other stage will read is not run: its files may have been removed on purpose.
         """
         inputs = {stage.name: set(stage.depends_on) for stage in self.stages if stage.name in selected}
         readers = {name: {other for other in selected if name in inputs[other]} for name in selected}
@@ -211,7 +212,7 @@ class Pipeline:
         if stage.collective or processes.is_first:
             context = StageContext(recipe=self.recipe, directory=directory, inputs=paths, progress=self.progress)
             summary = stage.run(context)
-            gc.collect()  # models hold each other in cycles; the next stage needs their memory
+            gc.collect()  # models contain reference cycles, and the next stage needs their memory
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         if processes.is_first:
@@ -232,9 +233,9 @@ class Pipeline:
             self.progress.say(f"{stage.name}: done in {duration(seconds)}{shown and f' ({shown})'}")
 
     def _begin(self, stage: Stage, forced: bool) -> dict[str, str]:
-        """In the first process: make the directory ready to be filled. Return the runs of its inputs.
+        """In the first process: prepare the stage's directory. Returns the runs of its inputs.
 
-        What an interrupted start left is kept if it was made from the same runs.
+        Output of an interrupted run is kept if it was made from the same runs of its inputs.
         """
         states, runs = self.states(), {}  # earlier stages may have run since
         for name in stage.depends_on:
@@ -249,7 +250,7 @@ class Pipeline:
         resumed = not forced and read_json(directory / STARTED) == {"inputs": runs}
         (directory / MANIFEST).unlink(missing_ok=True)
         if not resumed:
-            (directory / STARTED).unlink(missing_ok=True)  # first: what a kill leaves of the rest is not believed
+            (directory / STARTED).unlink(missing_ok=True)  # first: without it, leftovers are not resumed from
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
             write_json(directory / STARTED, {"inputs": runs})
@@ -279,7 +280,7 @@ def select_stages(
 
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Refuse a second run in the same directory. The lock goes with the process, however it ends."""
+    """Refuse a second run in the same directory. The system releases the lock when the process ends."""
     lock = output / "lock"
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -288,7 +289,7 @@ def locked(output: Path) -> Iterator[None]:
         raise FledgeError(f"{output}: cannot be written to: {error.strerror}") from None
     with file:
         try:
-            # Held by this process and not by children that it forks, which may outlive it.
+            # `lockf` locks are not inherited by forked children, which may outlive this process.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = lock.read_text(encoding="utf-8") or "another process"
@@ -316,7 +317,7 @@ def publish(output: Path, source: Path, identity: str) -> Path:
 
 
 def shown_numbers(summary: Mapping[str, Any]) -> dict[str, str]:
-    """The plain numbers of a stage's summary, names and values for people."""
+    """The numbers of a stage's summary, formatted for people."""
     return {
         name.replace("_", " "): f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
         for name, value in summary.items()
@@ -325,7 +326,7 @@ def shown_numbers(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def shown_recipe(recipe: Recipe) -> Any:
-    """The recipe in full, its paths relative to where the run's directory lies: a card is read on other machines."""
+    """The whole recipe, with paths relative to the run's parent directory, for readers on other machines."""
     base = Path(recipe.output).parent
     return map_texts(recipe.to_dict(), lambda text, _key: shown_path(text, base) if os.path.isabs(text) else text)
 

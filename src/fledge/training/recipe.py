@@ -236,8 +236,8 @@ class Recipe(Record):
         data, fit = self.data, self.fit
         yield "fit.depth", fit.depth <= 16, "1 to 16"
         yield "eval.depths", all(1 <= d <= 16 for d in self.eval.depths), "numbers from 1 to 16"
-        warmth = self.regenerate.temperatures
-        yield "regenerate.temperatures", all(0 <= t < math.inf for t in warmth), "numbers from 0"
+        temperatures = self.regenerate.temperatures
+        yield "regenerate.temperatures", all(0 <= t < math.inf for t in temperatures), "numbers from 0"
         yield "fit.betas", all(0 <= beta < 1 for beta in fit.betas), "numbers from 0 to below 1"
         window = self.drafter.sliding_window
         yield "drafter.sliding_window", window is None or window > fit.depth, f"more than fit.depth ({fit.depth})"

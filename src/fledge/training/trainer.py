@@ -1,8 +1,8 @@
-"""The training loop: rows, states, teacher, unrolled drafter, optimizer; figures now and then; a state to resume from.
+"""The training loop: rows, states, teacher, unrolled drafter, optimizer, log, and a state to resume from.
 
-A run is a sequence of optimizer steps that follows from recipe and data alone: nothing draws from a global generator.
-It can end after any of them, by a signal or by a kill, and goes on from the last saved state to the same weights and
-the same log. That state is one file, which is either the old one or the new one, never a part.
+A run is a sequence of optimizer steps that depends only on recipe and data: nothing uses a global random generator. It
+can be interrupted at any time, by a signal or by a kill, and resumes from the last saved state with the same weights
+and the same log. The state is one file, which is written atomically.
 """
 
 import math
@@ -40,22 +40,22 @@ from fledge.training.recipe import FitSection
 from fledge.training.ttt import Teacher, TttMetrics, TttModel, TttOutputs
 
 RESUME_FILE = "resume.pt"
-_COUNTERS = ("skipped", "bad_in_a_row", "longest_bad_run")  # of steps that were left out
+_COUNTERS = ("skipped", "bad_in_a_row", "longest_bad_run")  # of skipped steps
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Training was asked to stop, and did after a whole step; the message says how to go on."""
+    """Training was asked to stop, and stopped after a whole step; the message says how to resume."""
 
 
 class Optimisation:
-    """AdamW over float32 master weights, a warmed-up cosine schedule, and steps that do no harm when numbers break.
+    """AdamW over float32 master weights, a cosine schedule with warmup, and skipping of non-finite steps.
 
-    With `fit.optimizer: muon` the matrices of layers go by Muon; `ends` are those that do not, head and embedding. With
-    `fit.max_minutes` the schedule follows the share of the minutes that is spent, where that is larger than the share
-    of the steps: `spent`, which the trainer keeps.
+    With `fit.optimizer: muon` the matrices of layers are updated by Muon, except `ends`, the head and the embedding.
+    With `fit.max_minutes` the schedule follows `spent`, the share of the minutes that are over (the trainer updates
+    it), if that is larger than the share of the steps.
 
-    A step whose loss or gradient is not finite is left out on the device itself, through the `found_inf` flag of
-    torch's fused AdamW (made for gradient scalers), and counted there: nothing waits for it until the counts are read.
+    A step whose loss or gradient is not finite is skipped on the device, with the `found_inf` flag of torch's fused
+    AdamW (made for gradient scalers), and counted there: the host only waits when it reads the counts.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Optimisation:
         self.parameters = trained = [p for p in parameters if p.requires_grad]
         assert all(p.dtype == torch.float32 for p in trained), "master weights are float32"
         matrices = [p for p in trained if p.dim() >= 2]
-        others = [p for p in trained if p.dim() < 2]  # norms and biases: decay would only pull them to zero
+        others = [p for p in trained if p.dim() < 2]  # norms and biases, without weight decay
         by_adam = {id(p) for p in (matrices if fit.optimizer == "adamw" else ends)}
         by_muon = [p for p in matrices if id(p) not in by_adam]
         matrices = [p for p in matrices if id(p) in by_adam]
@@ -79,10 +79,10 @@ class Optimisation:
         if by_muon:
             self.optimizers.append(Muon(by_muon, lr=fit.lr, weight_decay=fit.weight_decay))
         zeros = torch.zeros(3, dtype=torch.int64, device=trained[0].device)
-        self.skipped, self.bad_in_a_row, self.longest_bad_run = zeros.unbind()  # steps left out so far
+        self.skipped, self.bad_in_a_row, self.longest_bad_run = zeros.unbind()  # skipped steps so far
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: up along a line, then down along half a cosine."""
+        """The learning rate of a step: linear warmup, then cosine decay."""
         warmup = max(1, round(self.fit.warmup * self.total_steps)) if self.fit.warmup > 0 else 0
         if step < warmup and self.spent <= self.fit.warmup:
             return self.fit.lr * max((step + 1) / warmup, self.spent / self.fit.warmup)
@@ -92,9 +92,9 @@ class Optimisation:
         return self.fit.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0))))
 
     def step(self, step: int, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Update the weights and clear the gradients. Returns their norm before clipping, and whether it was done.
+        """Update the weights and clear the gradients. Returns the gradient norm before clipping, and if it was done.
 
-        `loss` is the step's, of all processes: all of them must decide the same.
+        `loss` is the loss of all processes together, so that all of them decide the same.
         """
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.fit.clip, foreach=True)
         if is_sharded := isinstance(norm, DTensor):
@@ -103,7 +103,7 @@ class Optimisation:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.rate(step)
-        if is_sharded:  # sharded tensors do not mix with the flag: here the host waits, once in a step
+        if is_sharded:  # sharded tensors do not support the flag, so the host waits here, once in a step
             if not bool(bad):
                 self.optimizer.step()
         else:
@@ -118,7 +118,7 @@ class Optimisation:
         return norm, ~bad
 
     def check(self, step: int) -> None:
-        """Give up after too many bad steps in a row. Reads from the device."""
+        """Raise FledgeError after too many bad steps in a row. Waits for the device."""
         run = int(self.longest_bad_run)
         if run >= self.fit.max_bad_steps:
             what = f"{run} steps in a row up to step {step} had a loss or gradient that is not finite"
@@ -127,7 +127,7 @@ class Optimisation:
 
 
 class _ForwardBackward(nn.Module):
-    """Both passes in one call, so that both see the same weights: checkpointing computes again in the second."""
+    """Forward and backward pass in one call, because activation checkpointing needs the weights in both."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -147,11 +147,11 @@ class Trainer:
     fit: FitSection
     loader: StepLoader
     teacher: Teacher
-    capture: CaptureModel | None  # None: the loader brings the states
+    capture: CaptureModel | None  # None: the loader provides the states
     compute: torch.dtype
     workers: Workers
     directory: Path
-    key: str  # of all that the run's result depends on
+    key: str  # digest of everything that the result depends on
     progress: Progress
     run_name: str = "drafter"
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -164,11 +164,11 @@ class Trainer:
         self.optimisation = Optimisation(self.model.parameters(), self.fit, self.total_steps, ends)
         self.sums = TttMetrics.zeros(self.fit.depth, self.workers.device)  # since the last line of the log
         self.done, self.tokens, self.position = 0, 0, (0, 0)
-        self.seconds = 0.0  # of steps, without the first of each start, in which kernels are compiled
+        self.seconds = 0.0  # of steps, without the first of each start, which compiles kernels
         self._log: TrainingLog | None = None
 
     def run(self, after_step: Callable[[int], None] = lambda _step: None) -> int:
-        """Train to the end, from wherever an earlier start got. Returns the number of steps that this start made."""
+        """Train to the end, from the saved state if there is one. Returns the number of steps of this run."""
         fit, note, log_bytes = self.fit, "", self._resume()
         first, clock, tokens_before = self.done, time.monotonic(), self.tokens
         with ExitStack() as stack:
@@ -177,7 +177,7 @@ class Trainer:
                 self._log = stack.enter_context(log)
             asked = stack.enter_context(_asked_to_stop())
             advance = stack.enter_context(self.progress.task("fit", self.total_steps, self.done))
-            counted: float | None = None  # since when seconds are counted
+            counted: float | None = None  # start of the step whose time is counted
             left = self.total_steps - self.done if self.optimisation.spent < 1.0 else 0
             for data in self.loader.steps(self.position, left):
                 self._step(data)
@@ -205,23 +205,23 @@ class Trainer:
         return self.done - first
 
     def _spend(self, since: float | None) -> None:
-        """Count the time of a step, by the first process's clock."""
+        """Add the time of a step, by the first process's clock."""
         assert self.fit.max_minutes is not None
         if since is None and self.workers.device.type == "cuda":
-            torch.cuda.synchronize(self.workers.device)  # its kernels are compiled while it runs
-        self.seconds = self.workers.tell(self.seconds + (0.0 if since is None else time.monotonic() - since))
+            torch.cuda.synchronize(self.workers.device)  # the first step, which compiles kernels, is not counted
+        self.seconds = self.workers.broadcast(self.seconds + (0.0 if since is None else time.monotonic() - since))
         self.optimisation.spent = self.seconds / (60 * self.fit.max_minutes)
 
     def _step(self, data: StepData) -> None:
-        """One optimizer step. The host waits for nothing here."""
+        """One optimizer step. The host does not wait for the device."""
         workers, device = self.workers, self.workers.device
         record = (self.done + 1) % self.fit.drift_every == 0 or self.done + 1 == self.total_steps
-        denominators = data.taught.to(device, non_blocking=True)
-        workers.sum(denominators)
-        # The layers run on rounded copies of all weights, norms too, so they compute just what serving computes in this
-        # dtype. All micro-batches share them; every backward pass leaves gradients at the float32 weights.
+        denominators = data.supervised.to(device, non_blocking=True)
+        workers.all_reduce(denominators)
+        # The layers run on copies of all weights rounded to the compute dtype, as in serving. All micro-batches share
+        # the copies; the gradients are those of the float32 weights.
         weights = {}
-        if self.compute != torch.float32 and not isinstance(self.model, FSDPModule):  # which makes such copies itself
+        if self.compute != torch.float32 and not isinstance(self.model, FSDPModule):  # FSDP2 makes such copies itself
             weights = {name: weight.to(self.compute) for name, weight in self._passes.named_parameters()}
         metrics = TttMetrics.zeros(self.fit.depth, device)
         loss = torch.zeros((), device=device)
@@ -234,24 +234,24 @@ class Trainer:
                 states = map_tensors(host_states, lambda x: x.to(device, non_blocking=True))
             teacher = self.teacher(states.final)
             with workers.shares_gradients(self.model, i == len(data.parts) - 1):
-                part = self._pass(weights, workers.world, batch, states, teacher, denominators, record)
+                part = self._pass(weights, workers.world_size, batch, states, teacher, denominators, record)
             loss = loss + part.loss
             metrics.add(part.metrics)
         del weights  # not needed while the optimizer works
-        workers.sum(loss)
+        workers.all_reduce(loss)
         norm, good = self.optimisation.step(self.done, loss)
-        if workers.is_first:  # every process has these whole
+        if workers.is_first:  # every process has the same values, and sums are over processes
             metrics.steps = torch.stack([loss.double(), norm.double(), good.double()])
         self.sums.add(metrics, good)
         self.done, self.tokens, self.position = self.done + 1, self.tokens + data.tokens, data.following
 
     def _pass(self, weights: dict[str, Tensor], *inputs: Any) -> TttOutputs:
-        """Forward and backward over one micro-batch, with these weights for those of the model."""
+        """Forward and backward pass over one micro-batch, with `weights` in place of the model's."""
         return TttOutputs(*functional_call(self._passes, weights, inputs))
 
     def _write_log(self, epoch: int, tokens_per_second: float) -> str:
-        """Write what happened since the last line, and begin anew. Returns a note for people."""
-        self.workers.sum(*self.sums.tensors())
+        """Write the means since the last line and reset the sums. Returns a note for the progress display."""
+        self.workers.all_reduce(*self.sums.tensors())
         report = {
             "step": self.done,
             "epoch": epoch,
@@ -270,7 +270,7 @@ class Trainer:
         return f"{said}, {tokens_per_second:,.0f} tokens/s"
 
     def _save(self) -> None:
-        """Write the candidate of this step, if it is one, then the state to resume from."""
+        """Write the candidate checkpoint, if this step is one, then the state to resume from."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model: Any
         model, optimizer = get_state_dict(self.model, self.optimisation.optimizers, options=options)
@@ -278,13 +278,13 @@ class Trainer:
             advice = f"training diverged; lower fit.lr (it is {self.fit.lr:g})"
             raise FledgeError(f"fit: after step {self.done} the weights are not finite: {advice}")
         sums = [tensor.clone() for tensor in self.sums.tensors()]
-        self.workers.sum(*sums)
+        self.workers.all_reduce(*sums)
         if self._log is not None:  # the first process
-            timed = self.fit.max_minutes is not None  # nobody knows which save point will be the last
+            timed = self.fit.max_minutes is not None  # then any save point may be the last
             if timed or self.done in candidate_steps(self.fit, self.total_steps):
                 # In vLLM's format, in the target's dtype.
                 directory = self.directory / "candidates" / f"step-{self.done:06}"
-                shutil.rmtree(directory, ignore_errors=True)  # of a start that was killed right after writing it
+                shutil.rmtree(directory, ignore_errors=True)  # left by a run that was killed right after writing it
                 drafter = build(self.drafter.config)
                 drafter.load_state_dict({name.removeprefix("drafter."): value for name, value in model.items()})
                 drafter = drafter.to(DTYPES[self.drafter.config.dtype])
@@ -301,7 +301,7 @@ class Trainer:
                 "optimizer": optimizer,
                 "counters": {name: int(getattr(self.optimisation, name)) for name in _COUNTERS},
                 "sums": [tensor.cpu() for tensor in sums],
-                "log_bytes": self._log.position,  # what comes after them will be written again
+                "log_bytes": self._log.position,  # the log beyond this is written again
             }
             try:
                 with atomic_path(self.directory / RESUME_FILE) as temporary:
@@ -310,16 +310,16 @@ class Trainer:
             except (OSError, RuntimeError) as error:  # torch.save raises the latter where the disk is full
                 reason = f"{self.directory / RESUME_FILE}: cannot be written ({describe(error)}); is the disk full?"
                 raise FledgeError(f"{reason} The state before it is kept") from None
-        self.workers.wait()
+        self.workers.barrier()
 
     def _resume(self) -> int:
-        """Take up the saved state, if there is one. Returns how much of the log belongs to it."""
-        if self.workers.is_first:  # what a kill left behind
+        """Load the saved state, if there is one. Returns how many bytes of the log belong to it."""
+        if self.workers.is_first:  # remove what a kill left behind
             remove_temporaries(self.directory)
             for left in (self.directory / "candidates").glob(".*"):
                 shutil.rmtree(left, ignore_errors=True)
         state = read_resume_state(self.directory / RESUME_FILE, self.key)
-        if self.workers.is_first:  # candidates of steps that will be made again, by the clock perhaps not to the same
+        if self.workers.is_first:  # remove candidates of steps that will be made again, perhaps with other results
             for later in (self.directory / "candidates").glob("step-*"):
                 if int(later.name.removeprefix("step-")) > (0 if state is None else state["step"]):
                     shutil.rmtree(later)
@@ -334,7 +334,7 @@ class Trainer:
         )
         for name in _COUNTERS:
             getattr(self.optimisation, name).fill_(state["counters"][name])
-        if self.workers.is_first:  # the sums of all processes go on in the first
+        if self.workers.is_first:  # the saved sums are those of all processes
             for tensor, saved in zip(self.sums.tensors(), state["sums"], strict=True):
                 tensor.copy_(saved)
         self.done, self.tokens, self.position = state["step"], state["tokens"], state["position"]
@@ -346,7 +346,7 @@ class Trainer:
 
 
 def read_resume_state(path: Path, key: str) -> dict[str, Any] | None:
-    """Return the state in a file; None if there is none. One of another recipe, or damaged, is refused."""
+    """Return the state in a file; None if there is none. Raises FledgeError if it is damaged or of another recipe."""
     if not path.is_file():
         return None
     check_seal(path, "remove it to start training again")
@@ -367,7 +367,7 @@ def candidate_steps(fit: FitSection, total_steps: int) -> tuple[int, ...]:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT or SIGTERM sets. A second one has its usual effect."""
+    """Yield an event that SIGINT or SIGTERM sets. A second signal has its usual effect."""
     asked = threading.Event()
     with ExitStack() as restore:
 

@@ -1,14 +1,14 @@
-"""Training-time test: the drafter is unrolled as serving unrolls it, from every slot at once, and taught at each step.
+"""Training-time test: the drafter is unrolled from every slot at once, as serving unrolls it, with a loss at each step.
 
-What it is taught, `Teacher` computes: what the target would say after every token of a batch.
+`Teacher` computes the labels: the target's distribution after every token of a batch.
 
 Draft step k of slot t, for a text x0 x1 x2 ... of one document:
 
-    reads       token x[t+1+k], the real one; the fused target feature at k = 0, its own state of step k - 1 afterwards
-    sits at     position t + k
-    is taught   the target's distribution after x[t+1+k]
+    reads       token x[t+1+k] of the text; at k = 0 the fused target feature, afterwards its own state of step k - 1
+    position    t + k
+    label       the target's distribution after x[t+1+k]
 
-Slots do not move: what shifts with k are tokens, teachers and the mask of what counts (`training.data.examples`).
+A slot keeps its place in the row. With k, the tokens, labels and loss mask are shifted (`training.data.examples`).
 """
 
 import functools
@@ -30,8 +30,8 @@ from fledge.training.attention import Backend, Blocks, DocumentLayout, TttStorag
 from fledge.training.data.examples import PackedBatch, map_tensors, shifted
 from fledge.training.recipe import FitSection
 
-HARMLESS_TOKEN = 0  # read by slots that have run past their document
-CHUNK_ROWS = 2048  # of the teacher's logits over the full vocabulary, at a time
+HARMLESS_TOKEN = 0  # read by slots whose draft step lies beyond the end of their document
+CHUNK_ROWS = 2048  # rows of the teacher's logits over the full vocabulary that exist at a time
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Teacher:
         with torch.autocast(states.device.type, enabled=False):
             for rows, place in zip(torch.split(states, CHUNK_ROWS), torch.split(draft_logits, CHUNK_ROWS), strict=True):
                 logits = F.linear(rows.to(self._weight.dtype), self._weight, self._bias)
-                # Taken from the same product as the total, so that the probabilities agree to the last bit.
+                # From the same matrix product as the logsumexp, so that the probabilities are exact.
                 if self._ids is None:
                     place.copy_(logits)
                 else:
@@ -92,7 +92,7 @@ class StepInputs:
 
     tokens: Tensor  # [rows, length] int64
     positions: Tensor  # [rows, length] int64
-    taught: Tensor  # [rows, length] bool
+    supervised: Tensor  # [rows, length] bool
     target_rows: Tensor  # [rows * length] int64: which target distribution teaches each slot
 
     @classmethod
@@ -104,29 +104,29 @@ class StepInputs:
         return cls(
             tokens=shifted(batch.tokens, step + 1, fill=HARMLESS_TOKEN).where(same, HARMLESS_TOKEN),
             positions=batch.positions + step,
-            taught=batch.supervised(step),
+            supervised=batch.supervised(step),
             target_rows=(rows + teachers).flatten(),
         )
 
 
 @dataclass(kw_only=True)
 class TttMetrics:
-    """Sums over taught slots by draft step. Tensors [depth] unless said otherwise; nothing here waits for the device.
+    """Sums over supervised slots by draft step. Tensors are [depth] unless noted; nothing waits for the device.
 
-    They just add up over micro-batches, processes and steps; means are made when a line of the log is written.
-    `tensors()` are the sums themselves, for an all-reduce in place.
+    Sums of micro-batches, processes and steps are added; means are computed when a line of the log is written.
+    `tensors()` returns the sums themselves, for an all-reduce in place.
     """
 
-    supervised: Tensor  # int64: taught slots
-    outside: Tensor  # int64: of these, slots whose target choice no draft can be; they add no loss
+    supervised: Tensor  # int64: supervised slots
+    outside: Tensor  # int64: of these, slots whose target choice is not in the draft vocabulary; they add no loss
     correct: Tensor  # int64: slots where the drafter's choice is the target's
     loss: Tensor  # float64
     feature_loss: Tensor  # float64: EAGLE-1's smooth L1
     overlap: Tensor  # float64: chance that a sampled draft is accepted, 0 outside the vocabulary
-    tally: Tensor  # int64 [depth + 1, depth + 1]: rounds from slots taught at step 0, by drafted and accepted tokens
-    recorded: Tensor  # int64: taught slots of the steps that recorded what follows
-    hidden_rms: Tensor  # float64: of what is fed to the next step
-    head_rms: Tensor  # float64: of what the head reads
+    tally: Tensor  # int64 [depth + 1, depth + 1]: simulated rounds, by drafted and accepted tokens
+    recorded: Tensor  # int64: supervised slots of the steps that recorded the four sums below
+    hidden_rms: Tensor  # float64: RMS of the state that is fed to the next step
+    head_rms: Tensor  # float64: RMS of the state that the head reads
     own_attention: Tensor  # float64: mass on the drafter's own earlier drafts
     sink_attention: Tensor  # float64: mass on the document's first token
     steps: Tensor  # float64 [3]: loss and gradient norm of whole optimizer steps, and their number
@@ -139,7 +139,7 @@ class TttMetrics:
         return cls(**{n: torch.zeros(shapes.get(n, (depth,)), dtype=kinds[n], device=device) for n in kinds})
 
     def add(self, other: "TttMetrics", good: Tensor | None = None) -> None:
-        """Add in place. What is not good (bool scalar) adds nothing, or its numbers would spoil the sums."""
+        """Add in place. A step that is not good (bool scalar) adds nothing: its numbers may be NaN."""
         for total, part in zip(self.tensors(), other.tensors(), strict=True):
             total.add_(part if good is None else part.where(good, 0))
 
@@ -147,7 +147,7 @@ class TttMetrics:
         return [getattr(self, f.name) for f in fields(self)]
 
     def acceptance(self) -> AcceptanceStatistics:
-        """As if every slot taught at step 0 had been a round: drafts count until the first one that is wrong."""
+        """Acceptance as if every slot supervised at step 0 were a round: drafts count until the first wrong one."""
         statistics = AcceptanceStatistics()
         for drafted, row in enumerate(self.tally.tolist()):
             for accepted, rounds in enumerate(row[: drafted + 1]):
@@ -155,7 +155,7 @@ class TttMetrics:
         return statistics
 
     def report(self) -> dict[str, Any]:
-        """Return means as JSON values; None where nothing was taught. Waits for the device."""
+        """Return means as JSON values; None where nothing was supervised. Waits for the device."""
         supervised, recorded = self.supervised.tolist(), self.recorded.tolist()
         acceptance, total = self.acceptance(), sum(supervised)
         loss, norm, steps = self.steps.tolist()
@@ -183,17 +183,17 @@ class TttMetrics:
 
 
 class TttOutputs(NamedTuple):
-    """One batch's share of an optimizer step. A tuple, in which DDP and FSDP2 find the tensors."""
+    """One batch's part of an optimizer step. A tuple, because DDP and FSDP2 look for tensors in tuples."""
 
     loss: Tensor  # scalar, differentiable
     metrics: TttMetrics
 
 
 class TttModel(nn.Module):
-    """The drafter as training calls it: one forward pass is all draft steps over a batch. DDP and FSDP2 wrap this.
+    """The module that training calls, and that DDP and FSDP2 wrap: one forward pass runs all draft steps of a batch.
 
-    loss = sum over k of decay**k * (sum over taught slots of the loss at step k) / denominators[k], `denominators`
-    [depth] being the numbers of taught slots of the whole optimizer step: all micro-batches of all processes. Slots
+    loss = sum over k of decay**k * (sum over supervised slots of the loss at step k) / denominators[k], `denominators`
+    [depth] being the numbers of supervised slots of the whole optimizer step: all micro-batches of all processes. Slots
     whose target choice lies outside the draft vocabulary add no loss, but are in the denominator and count as misses.
     Nothing waits for the device.
     """
@@ -221,26 +221,26 @@ class TttModel(nn.Module):
             step_of = functools.partial(checkpoint, step_of, use_reentrant=False)
         feature: Tensor = self._run(type(self.drafter).fuse, states)
         blocks: Blocks = ()
-        losses, taught, correct, metrics = [], [], [], TttMetrics.zeros(fit.depth, device)
+        losses, supervised, correct, metrics = [], [], [], TttMetrics.zeros(fit.depth, device)
         for step in range(fit.depth):
             inputs = StepInputs.of(batch, step)
             weight = fit.depth_decay**step / denominators[step].to(torch.float32).clamp(min=1)
             wanted = None
             if self.drafter.config.architecture is Architecture.EAGLE1:
-                # It imitates the target's final state after the token that the slot reads: [rows, length, hidden].
+                # EAGLE-1 is also trained to predict the target's final state after the token it reads.
                 wanted = shifted(states.final.detach(), step + 1, fill=0.0)
-            # The state is rounded as serving rounds it. Wider, it would also make every later activation wider.
+            # Rounded as in serving. A wider state would also make every later activation wider.
             feature, blocks, loss, right, sums = step_of(inputs, weight, feature.to(dtype), blocks, wanted)
             losses.append(loss)
-            taught.append(inputs.taught.flatten())
+            supervised.append(inputs.supervised.flatten())
             correct.append(right)
             for name, value in sums.items():
                 getattr(metrics, name)[step] = value
-        metrics.tally = rounds_by_length(torch.stack(taught), torch.stack(correct))
+        metrics.tally = rounds_by_length(torch.stack(supervised), torch.stack(correct))
         return TttOutputs(loss=torch.stack(losses).sum(), metrics=metrics)
 
     def _run(self, method: Callable[..., Any], *inputs: Any) -> Any:
-        """Call a method of the drafter, compiled if so."""
+        """Call a method of the drafter, compiled if `self.compiled`."""
         return (compiled(method) if self.compiled else method)(self.drafter, *inputs)
 
     def _step(
@@ -254,15 +254,15 @@ class TttModel(nn.Module):
         blocks: Blocks,
         wanted: Tensor | None,
     ) -> tuple[Tensor, Blocks, Tensor, Tensor, dict[str, Tensor]]:
-        """One draft step of every slot. Changes nothing, so that checkpointing can run it twice.
+        """One draft step of every slot. It mutates nothing, so that activation checkpointing can run it twice.
 
-        Returns the next step's feature [rows, length, hidden] and blocks, the weighted loss, which slots are taught and
-        right, bool [rows * length], and sums without gradient by their names in `TttMetrics`.
+        Returns the next step's feature [rows, length, hidden] and blocks, the weighted loss, a mask of the supervised
+        slots that are right, bool [rows * length], and sums without gradient by their names in `TttMetrics`.
         """
-        drafter, fit, taught = self.drafter, self.fit, inputs.taught.flatten()
+        drafter, fit, supervised = self.drafter, self.fit, inputs.supervised.flatten()
         storage = TttStorage(layout, record=record, earlier=blocks)
         states: DraftStates = self._run(type(drafter).forward, inputs.tokens, feature, inputs.positions, storage)
-        inside = taught & teacher.choice_in_draft[inputs.target_rows]
+        inside = supervised & teacher.choice_in_draft[inputs.target_rows]
         result = draft_loss(
             drafter.logits(states.head).flatten(0, 1),
             teacher.draft_logits,
@@ -275,12 +275,12 @@ class TttModel(nn.Module):
         loss, slot_values = result.total, {"loss": result.row_loss, "overlap": result.overlap}
         if wanted is not None:
             each = F.smooth_l1_loss(states.head.float(), wanted.float(), reduction="none").mean(-1).flatten()
-            loss = loss + fit.feature_weight * (each * (taught * weight)).sum()
+            loss = loss + fit.feature_weight * (each * (supervised * weight)).sum()
             slot_values["feature_loss"] = each
         correct = inside & (drafter.to_target_ids(result.choice) == teacher.choice[inputs.target_rows])
         with torch.no_grad():
-            count = taught.sum()
-            sums = {"supervised": count, "outside": (taught & ~inside).sum(), "correct": correct.sum()}
+            count = supervised.sum()
+            sums = {"supervised": count, "outside": (supervised & ~inside).sum(), "correct": correct.sum()}
             if record:
                 sums["recorded"] = count
                 masses = [passes[-1] for passes in storage.masses.values()]  # one for each layer
@@ -288,19 +288,19 @@ class TttModel(nn.Module):
                     slot_values[name] = state.float().square().mean(-1).sqrt()
                 slot_values["own_attention"] = torch.stack([mass.own for mass in masses]).mean(0)
                 slot_values["sink_attention"] = torch.stack([mass.sink for mass in masses]).mean(0)
-            sums |= {name: x.flatten().double().where(taught, 0.0).sum() for name, x in slot_values.items()}
+            sums |= {name: x.flatten().double().where(supervised, 0.0).sum() for name, x in slot_values.items()}
         return states.feature, storage.blocks, loss, correct, sums
 
 
 @torch.no_grad()
-def rounds_by_length(taught: Tensor, correct: Tensor) -> Tensor:
-    """Rounds as serving would have them: from each slot, drafts up to the end of what is taught there.
+def rounds_by_length(supervised: Tensor, correct: Tensor) -> Tensor:
+    """Count the rounds that serving would have: one from each slot, as deep as the slot is supervised.
 
-    Both bool [depth, slots]. A round ends with the answer; what a slot is taught of a later one is no part of it.
+    Both bool [depth, slots]. A round ends where its answer ends; later answers in the same row are not part of it.
     Returns int64 [depth + 1, depth + 1]: rounds by drafted and accepted. Slots that draft nothing are not counted.
     """
-    drafted, accepted = (each.cumprod(0).sum(0) for each in (taught, taught & correct))
-    size = len(taught) + 1
+    drafted, accepted = (each.cumprod(0).sum(0) for each in (supervised, supervised & correct))
+    size = len(supervised) + 1
     counts = drafted.new_zeros(size * size)
     counts.scatter_add_(0, drafted * size + accepted, (drafted > 0).long())
     return counts.view(size, size)

@@ -1,4 +1,4 @@
-"""What a vLLM counts, as it tells Prometheus: tokens, requests, and how its drafts were accepted."""
+"""Reads a vLLM's Prometheus metrics: tokens, requests, and acceptance of drafts."""
 
 import re
 from collections import Counter, defaultdict
@@ -12,7 +12,7 @@ _BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')  # on a CPU too
 
 @dataclass(frozen=True, kw_only=True)
 class VllmCounters:
-    """Totals over all engines of a vLLM, since it started; gauges as they stand."""
+    """Totals over all engines of a vLLM since it started, and current gauges."""
 
     values: Mapping[str, float]  # by name, without the prefix
     accepted_by_depth: tuple[int, ...] = ()  # entry 0 is the first draft
@@ -49,17 +49,17 @@ class VllmCounters:
         return int(self["spec_decode_num_drafts"])
 
     def mean_batch(self, before: "VllmCounters") -> int:
-        """How many requests had a round in a step since `before`, on average; 0: there was no round."""
+        """Mean number of requests in a step since `before`; 0 if there was no round."""
         name = "iteration_tokens_total_count"  # one observation for each step
         rounds, steps = self.rounds - before.rounds, self[name] - before[name]
         return max(round(rounds / steps), 1) if rounds > 0 and steps > 0 else 0
 
     @property
     def tally(self) -> Counter[tuple[int, int]]:
-        """Rounds by (drafted, accepted), as `AcceptanceStatistics` counts them.
+        """Rounds by (drafted, accepted), as in `AcceptanceStatistics`.
 
-        vLLM counts accepted drafts by depth, and rounds: so many rounds accepted exactly j as reached j and not j + 1.
-        How deep each was drafted it does not say: all count as the deepest, as in its own rates.
+        vLLM counts rounds that accepted at least j drafts for each j; differences are rounds that accepted exactly j.
+        It does not report how deep rounds drafted, so all count as the deepest, as in its own rates.
         """
         depth = len(self.accepted_by_depth)
         reached = (self.rounds, *self.accepted_by_depth, 0)

@@ -1,4 +1,4 @@
-"""Runs a command for a parent, and ends it with all its children when the parent goes, whatever way that comes about.
+"""Runs a command for a parent, and ends it with all its children when the parent ends, however that happens.
 
     python guard.py GRACE COMMAND...
 

@@ -1,11 +1,11 @@
-"""A vLLM server as a child of ours, at a private Unix socket: started, waited for, watched, and ended with us.
+"""Runs a vLLM server as a child process at a private Unix socket.
 
     with VllmProcess(find_vllm(), "model", ["--tensor-parallel-size", "4"]) as vllm:
         vllm.wait_until_ready()
         vllm.client.post("/v1/completions", {...})
 
-Its socket lies in a directory that only this user can enter: nobody takes a port away, and nobody goes around whoever
-asks for keys in front of it. `guard.py` sees to it that no process of vLLM's outlives this one.
+The socket is in a directory that only this user can enter, so no port is needed, and nobody can bypass a proxy that
+checks keys. `guard.py` makes sure that no process of vLLM outlives this one.
 """
 
 import json
@@ -48,7 +48,7 @@ _log = logging.getLogger("fledge.vllm")
 
 
 class VllmProcess:
-    """Starts at once. `wait_until_ready` before it is asked anything; `stop` ends it."""
+    """A vLLM server, started by the constructor. Call `wait_until_ready` before any request, and `stop` at the end."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class VllmProcess:
         environment: Mapping[str, str] | None = None,
         log_file: Path | None = None,
     ) -> None:
-        """`options` are words of vLLM's command line; `environment` is added to ours. `log_file`: for all it says."""
+        """`options`: arguments of vLLM's command line; `environment` is added to ours; `log_file` gets its output."""
         self.installation = installation
         self._directory = tempfile.mkdtemp(prefix="fledge-vllm-")
         self.socket = str(Path(self._directory) / "vllm.sock")
@@ -70,7 +70,7 @@ class VllmProcess:
         self._started = time.monotonic()
         self.is_stopping = False  # by our own will
         own = dict(os.environ)
-        own.pop("VLLM_API_KEY", None)  # whoever is in front asks for it
+        own.pop("VLLM_API_KEY", None)  # the proxy in front checks keys
         guard = [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), str(STOP_SECONDS), *self.command]
         self._child = subprocess.Popen(
             guard,
@@ -100,7 +100,7 @@ class VllmProcess:
     def wait_until_ready(
         self, timeout: float = START_SECONDS, progress: Callable[[str], None] = lambda line: _log.info("%s", line)
     ) -> None:
-        """Wait until it takes requests. Raises VllmError, and stops it, where it ends before or takes too long."""
+        """Wait until it takes requests. If it ends before or takes too long, stops it and raises VllmError."""
         told = self._started
         while not (Path(self.socket).exists() and self.client.is_ready()):
             now = time.monotonic()
@@ -119,7 +119,7 @@ class VllmProcess:
         progress(f"vLLM {self.installation.version} is ready after {time.monotonic() - self._started:.0f} s")
 
     def dies_within(self, seconds: float) -> bool:
-        """Whether it has ended, or does so in a moment: a connection breaks before its process is gone."""
+        """Whether it ends within `seconds`: connections break a moment before the process ends."""
         try:
             self._child.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -127,12 +127,12 @@ class VllmProcess:
         return True
 
     def wait(self) -> str:
-        """Wait for its end; return how that came about."""
+        """Wait for its end; return the reason."""
         self._child.wait()
         return self.end_reason()
 
     def stop(self) -> None:
-        """End it and everything it started. Can be called again."""
+        """Stop it and all its children. Can be called several times."""
         self.is_stopping = True
         if self._child.stdin is not None and not self._child.stdin.closed:
             self._child.stdin.close()
@@ -146,11 +146,11 @@ class VllmProcess:
 
     @property
     def last_line(self) -> str:
-        """The last thing it said, without where and when."""
+        """The last line of its output, without prefixes."""
         return next((line for line in map(plain, reversed(self._lines)) if line), "nothing")
 
     def end_reason(self) -> str:
-        """How it ended, with the error that it wrote last, on one line."""
+        """How it ended, with the error in its output, on one line."""
         self._reader.join(2)
         status = self._child.poll()
         if status is None:
@@ -162,7 +162,7 @@ class VllmProcess:
         return f"{how}: {error_line(self._lines) or self.last_line}"
 
     def _read(self, log_file: Path | None) -> None:
-        """Keep the last lines it says, and pass its warnings on."""
+        """Keep the last lines of its output, and log its warnings."""
         assert self._child.stdout is not None
         written = None if log_file is None else log_file.open("w", encoding="utf-8", buffering=1)
         try:
@@ -178,12 +178,12 @@ class VllmProcess:
 
 
 def plain(line: str) -> str:
-    """A line of vLLM's log without its process, level, time and file."""
+    """Return a line of vLLM's log without process, level, time and file."""
     return _PREFIX.sub("", line).strip()
 
 
 def error_line(lines: Iterable[str]) -> str | None:
-    """The error that others followed from: the first in the log that speaks of more than another's failure."""
+    """Return the error that caused the others: the first one that is not about the failure of another process."""
     said = [*map(plain, lines), "", ""]
     errors = [
         # pydantic says what is wrong on a line or two below the name of the error
@@ -196,7 +196,7 @@ def error_line(lines: Iterable[str]) -> str | None:
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:
-    """Options by their names in Python as words of vLLM's command line: `tensor_parallel_size=2`, a dict as JSON."""
+    """Return keyword options such as `tensor_parallel_size=2` as arguments of vLLM's command line."""
     words: list[str] = []
     for name, value in options.items():
         word = f"--{name.replace('_', '-')}"

@@ -1,8 +1,8 @@
-"""States as vLLM servers hand them over: one file for each sequence, removed once read.
+"""Files with hidden states from vLLM servers: one file for each sequence, removed after it is read.
 
-`connector` writes the files, on whatever machines vLLM runs, into a directory that all of them and the reader see. A
-file's name follows from target, layers and tokens: whoever asks again finds what is there already, and what a killed
-reader or a killed vLLM left behind is used, or made again where it is not whole. Nothing runs far ahead of its reader.
+vLLM's side (`connector`) writes the files into a directory that all servers and the reader share. A file's name is a
+digest of target, layers and tokens, so states that exist already are found again. After a crash of reader or server,
+files that are complete are used, and others are made again. Servers do not run far ahead of the reader.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ ARRIVAL_SECONDS = 120.0  # between vLLM's answer and the file
 ATTEMPTS = 3
 _POLL_SECONDS = (0.005, 0.2)  # at first, and at most
 _RETRY_SECONDS = 1.0
-_STALE_SECONDS = 3600.0  # unfinished files older than this are of writers that died
+_STALE_SECONDS = 3600.0  # unfinished files older than this were left by writers that died
 TokenIds = Sequence[int] | NDArray[np.integer]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedLayers:
-    """Which states of which target: what a server must be started with, and what a file must hold."""
+    """Which states of which target: for the options of a server, and for the checks of its files."""
 
     target: str  # digest of its weights
     aux_layer_ids: tuple[int, ...]
@@ -47,7 +47,7 @@ class CapturedLayers:
 
     @classmethod
     def of(cls, config: TargetConfig, weights: str, aux_layer_ids: tuple[int, ...]) -> "CapturedLayers":
-        """Raises ConfigError for a layer that vLLM dies of being asked for."""
+        """Raises ConfigError for a layer at which vLLM crashes."""
         if config.layer.latent is not None and 0 in aux_layer_ids:
             what = "vLLM does not give the input of the first block of targets with latent attention (MLA)"
             raise ConfigError(f"aux layers {list(aux_layer_ids)}: {what}; choose layers from 1 on")
@@ -56,7 +56,7 @@ class CapturedLayers:
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Inputs of these blocks; the last block's output, which the final norm reads, is among them."""
+        """The states are the inputs of these blocks; `num_layers` is the input of the final norm."""
         return tuple(dict.fromkeys((*self.aux_layer_ids, self.num_layers)))
 
     @property
@@ -65,7 +65,7 @@ class CapturedLayers:
 
     @property
     def width(self) -> int:
-        """Numbers of a token as training reads them: aux states side by side, then the final one."""
+        """Size of a token's row as training reads it: aux states side by side, then the final state."""
         return (len(self.aux_layer_ids) + 1) * self.hidden_size
 
     def file_bytes(self, tokens: int) -> int:
@@ -80,14 +80,14 @@ class StateFiles:
         self.directory, self.layers = directory, layers
 
     def path(self, token_ids: TokenIds) -> Path:
-        """Where the states of these tokens belong. The connector finds the same name."""
+        """The file for the states of these tokens. The connector uses the same name."""
         sha = hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes()).hexdigest()
         return self.directory / f"{self.layers.key}-{sha[:32]}{SUFFIX}"
 
     def read(self, token_ids: TokenIds) -> Tensor | None:
-        """States [tokens, layers, hidden]; None where there is no whole file of these tokens. What is not whole goes.
+        """Return states [tokens, layers, hidden]; None if there is no complete file. Incomplete files are removed.
 
-        Other layers or another dtype than expected are a server's that was started for something else: a DataError.
+        Raises DataError for unexpected layers or dtype: the server was started for something else.
         """
         path, layers = self.path(token_ids), self.layers
         try:
@@ -120,7 +120,7 @@ class StateFiles:
         return sum(path.stat().st_size for path in self.directory.glob(f"{self.layers.key}-*{SUFFIX}"))
 
     def clean(self, wanted: Iterable[TokenIds]) -> int:
-        """Remove what nobody will read: files of other sequences, and what dead writers left. Return bytes kept."""
+        """Remove files of sequences that are not `wanted`, and stale temporary files. Returns the bytes kept."""
         names, kept = {self.path(ids).name for ids in wanted}, 0
         for path in self.directory.glob(f"{self.layers.key}-*"):
             if path.name in names:
@@ -134,28 +134,28 @@ class StateFiles:
 
 
 class StateReader:
-    """States of one sequence after another: asked for, waited for, read, and their files removed. For many threads."""
+    """Requests the states of sequences, waits for the files, reads and removes them. Thread-safe."""
 
     def __init__(self, files: StateFiles, ask: Callable[[list[int]], object], *, norm: nn.Module) -> None:
-        """`ask` has the states of a sequence written; it returns when that is on its way. `norm` is the target's."""
+        """`ask` requests the states of a sequence from vLLM. `norm` is the target's final norm."""
         self.files, self._ask, self._norm = files, ask, norm
         self.closing = threading.Event()  # threads that wait for a file give up
 
     def take(self, token_ids: TokenIds) -> Tensor:
-        """Numbers [tokens, width] on the CPU, see `CapturedLayers.width`; made now if need be."""
+        """Return states [tokens, width] on the CPU, see `CapturedLayers.width`; requests them if necessary."""
         layers, ids = self.files.layers, np.asarray(token_ids, dtype=np.int64)
         if not len(ids):
             return torch.zeros(0, layers.width, dtype=DTYPES[layers.dtype])
         states = self._read(ids)
         aux = [layers.layer_ids.index(layer) for layer in layers.aux_layer_ids]
-        numbers = torch.cat([states[:, aux].flatten(1), self._final(states)], dim=-1)
+        rows = torch.cat([states[:, aux].flatten(1), self._final(states)], dim=-1)
         self.files.remove(ids)
-        return numbers
+        return rows
 
     def ahead(self, sequences: Iterable[TokenIds], *, max_bytes: int, in_flight: int) -> Iterator[Tensor]:
-        """Yield what `take` gives of each sequence, while the next ones are being made.
+        """Yield what `take` returns for each sequence, while the next ones are being computed.
 
-        At most `max_bytes` are asked for and not yet read, of `in_flight` sequences at a time: vLLM waits for a reader.
+        At most `max_bytes` are requested and not yet read, in at most `in_flight` requests at a time.
         """
         left, pending, unread = iter(sequences), deque[tuple[TokenIds, int, Future[None]]](), 0
         following = next(left, None)
@@ -172,20 +172,20 @@ class StateReader:
                     following = next(left, None)
                 ids, size, written = pending.popleft()
                 written.result()
-                numbers = self.take(ids)
+                states = self.take(ids)
                 unread -= size
-                yield numbers
+                yield states
         finally:
             self.closing.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _have_written(self, token_ids: TokenIds) -> None:
-        """Return when the file of a sequence is there, made now if need be. Several of these run side by side."""
+        """Wait until the file of a sequence exists; request it if necessary. Runs in several threads."""
         if len(token_ids) and not self.closing.is_set() and not self.files.path(token_ids).exists():
             self._request(np.asarray(token_ids, dtype=np.int64))
 
     def final_of(self, token_ids: TokenIds) -> Tensor:
-        """What the head reads [tokens, hidden], of a sequence that has just been asked for; its file is removed."""
+        """Return the final states [tokens, hidden] of a sequence that was just requested, and remove its file."""
         ids = np.asarray(token_ids)
         if (reason := self._arrival(ids)) is not None:
             raise FledgeError(f"{self.files.path(ids)}: {reason}")
@@ -199,7 +199,7 @@ class StateReader:
         return final
 
     def _read(self, ids: NDArray[np.int64]) -> Tensor:
-        """States [tokens, layers, hidden]. A file that is not whole, or gone, is made again."""
+        """Return states [tokens, layers, hidden]. If the file is missing or incomplete, request it again."""
         for _ in range(ATTEMPTS):
             states = self.files.read(ids)
             if states is not None:
@@ -209,17 +209,17 @@ class StateReader:
         raise FledgeError(f"{self.files.path(ids)}: {what}; is the storage that vLLM writes to sound?")
 
     def _request(self, ids: NDArray[np.int64]) -> None:
-        """Have the states of a sequence written, and wait for the file."""
+        """Request the states of a sequence, and wait for the file."""
         for attempt in range(1, ATTEMPTS + 1):
             self._ask(ids.tolist())
             if (reason := self._arrival(ids)) is None:
                 return
-            if self.closing.wait(attempt * _RETRY_SECONDS):  # what fills a disk may be read and removed meanwhile
+            if self.closing.wait(attempt * _RETRY_SECONDS):  # a full disk may have room again after a while
                 break
         raise FledgeError(f"{self.files.path(ids)}: {reason}")
 
     def _arrival(self, ids: NDArray[np.int64]) -> str | None:
-        """Wait for a file that was asked for. Returns why it does not come, None if it has."""
+        """Wait for a file that was requested. Returns why it does not come; None if it exists."""
         path = self.files.path(ids)
         refused = path.with_name(path.name + ERROR)
         pause, until = _POLL_SECONDS[0], time.monotonic() + ARRIVAL_SECONDS

@@ -1,4 +1,4 @@
-"""vLLM servers that answer and hand over states: started here or elsewhere, checked, and asked side by side."""
+"""vLLM servers that generate answers and write hidden states: connected to or started here, checked, and used."""
 
 import json
 import os
@@ -27,16 +27,16 @@ from fledge.vllm_process.process import MODULE, VllmProcess
 from fledge.vllm_states import connector
 from fledge.vllm_states.files import CapturedLayers, StateFiles, StateReader
 
-PATIENCE_SECONDS = 600.0  # for servers elsewhere that are gone: somebody may start them again
+PATIENCE_SECONDS = 600.0  # to wait for servers elsewhere that do not respond: they may be restarted
 ANSWER_SECONDS = 3600.0  # for one request
 _PAUSE_SECONDS = 1.0
-_SERVER_FAULTS = 3  # answers with status 500 and above to one request
+_SERVER_FAULTS = 3  # responses with status 500 or above to one request, until it fails
 _PROBE_TOKENS = 8
 _CONNECTOR = Path(connector.__file__).parent
 
 
 def missing_states(directory: Path) -> str | None:
-    """Why vLLM does not give the states of a target, or Fledge could not use them; None: nothing is in the way."""
+    """Return why the states of a target cannot be had from vLLM or used; None if they can."""
     if not is_supported_target(directory):
         known = f"those of {', '.join(FAMILIES)}"
         return f"{directory}: the final norm of this target's family is not known here (known are {known})"
@@ -44,7 +44,7 @@ def missing_states(directory: Path) -> str | None:
 
 
 def capture_options(layers: CapturedLayers, storage: Path) -> list[str]:
-    """Words of a server's command line that have it write states."""
+    """Return the command-line arguments with which a server writes states."""
     ids = {"eagle_aux_hidden_state_layer_ids": layers.layer_ids}
     speculation = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
     transfer = {
@@ -58,7 +58,7 @@ def capture_options(layers: CapturedLayers, storage: Path) -> list[str]:
 
 
 def server_command(model: str, options: Sequence[str], python: str | None) -> str:
-    """What to type where a server shall run. The connector is one file: a copy of it will do there."""
+    """Return the command that starts a server on another machine. A copy of the connector's file is needed there."""
     words = [python or "python", "-m", MODULE, "--model", model, *options]
     path = f"PYTHONPATH={shlex.quote(str(_CONNECTOR))} " if "--kv-transfer-config" in options else ""
     return path + shlex.join(words)
@@ -68,10 +68,10 @@ class VllmHosts:
     """Servers that hold the same target. May be used by several threads."""
 
     def __init__(self, clients: Sequence[VllmClient], process: VllmProcess | None = None) -> None:
-        """`process` is the server if it is ours: when it has ended, nobody will start it again."""
+        """`process` is the server if it was started here: when it has ended, it will not be restarted."""
         self._clients, self._process = clients, process
         self._busy, self._lock, self._closing = [0] * len(clients), threading.Lock(), threading.Event()
-        self._down = [0.0] * len(clients)  # until when each is left alone
+        self._down = [0.0] * len(clients)  # each is not used until this time
         (listed,) = self.get("/v1/models")["data"][:1]
         self.model, self.max_model_len = str(listed["id"]), int(listed["max_model_len"])
 
@@ -83,9 +83,9 @@ class VllmHosts:
         return json.loads(self._ask(lambda client: client.get(path)))
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The response of `/v1/completions`, from the server that has least to do.
+        """Return the response of `/v1/completions` of the server with the fewest requests.
 
-        One that is gone is left out for a while. Where none is left they are waited for, and then it is an error.
+        A server that does not respond is not used for a while. If none is left, waits for them, and then fails.
         """
         whole = {"model": self.model, "repetition_penalty": 1.0, "return_token_ids": True, **body}
         response: dict[str, Any] = self._ask(
@@ -122,7 +122,7 @@ class VllmHosts:
                     self._busy[host] -= 1
 
     def write_states(self, key: str, token_ids: list[int], **more: Any) -> dict[str, Any]:
-        """Have the states of a sequence written. Returns the response."""
+        """Request the states of a sequence. Returns the response."""
         asked = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, **more}
         response = self.complete({**asked, "kv_transfer_params": {"fledge_states": key}})
         if not (response.get("kv_transfer_params") or {}).get("states_file"):
@@ -131,13 +131,13 @@ class VllmHosts:
         return response
 
     def close(self) -> None:
-        """Let threads that wait for a server give up."""
+        """Make threads that wait for a server give up."""
         self._closing.set()
 
 
 @contextmanager
 def connect_hosts(addresses: Sequence[str]) -> Iterator[VllmHosts]:
-    """Servers that run already."""
+    """Connect to servers that run already."""
     key = os.environ.get("VLLM_API_KEY")
     hosts = VllmHosts([VllmClient(address.rstrip("/"), api_key=key) for address in addresses])
     try:
@@ -156,7 +156,7 @@ def start_host(
     say: Callable[[str], None],
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[VllmHosts]:
-    """A server of our own, which ends with the block. It finds the connector."""
+    """Start a server with the connector, and stop it when the block ends."""
     others = os.environ.get("PYTHONPATH")
     own = {"PYTHONPATH": os.pathsep.join([str(_CONNECTOR), *([others] if others else [])]), **(environment or {})}
     with VllmProcess(find_vllm(python), model, options, environment=own, log_file=log_file) as process:
@@ -169,10 +169,10 @@ def start_host(
 
 
 def check_serves(hosts: VllmHosts, reader: StateReader, head_weight: Tensor) -> None:
-    """Compare vLLM's choice after a short prompt, and its probability, with what our head makes of its states."""
+    """Check that our head, applied to vLLM's states, gives the log-probability that vLLM reports."""
     layers = reader.files.layers
     size = min(_PROBE_TOKENS, hosts.max_model_len - 1)
-    prompt = [random.randrange(len(head_weight)) for _ in range(size)]  # others may ask at the same time
+    prompt = [random.randrange(len(head_weight)) for _ in range(size)]  # random: others may check too
     (choice,) = hosts.write_states(layers.key, prompt, logprobs=1)["choices"]
     (token,), (theirs,) = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     final = reader.final_of(prompt)[-1]
@@ -184,7 +184,7 @@ def check_serves(hosts: VllmHosts, reader: StateReader, head_weight: Tensor) -> 
 
 
 class VllmAnswers:
-    """Answers of vLLM servers, in the place of an `LLM`. Their states are left in `files`, while there is room."""
+    """Generates with vLLM servers, like an `LLM`. States of answers are kept in `files` while there is room."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class VllmAnswers:
         files: StateFiles | None = None,
         max_bytes: int = 0,
     ) -> None:
-        """`concurrency`: requests at once, at each server. `max_bytes` of states are left in `files` at most."""
+        """`concurrency`: requests at once, at each server. `max_bytes`: of states that are kept in `files`, at most."""
         self._hosts, self._files, self._stops = hosts, files, list(stop_ids)
         self._threads = concurrency * len(hosts.addresses)
         self.max_model_len = hosts.max_model_len
@@ -256,7 +256,7 @@ class VllmAnswers:
         )
 
     def _reserve(self, size: int) -> int:
-        """Take bytes of the room, or give some back (negative). Returns what was taken: all, or 0 where it is full."""
+        """Reserve bytes, or give some back (negative). Returns `size`, or 0 if there is no room."""
         with self._lock:
             if size > self._room:
                 return 0

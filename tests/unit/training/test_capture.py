@@ -150,8 +150,8 @@ def test_rope_that_differs_by_kind_of_layer(tmp_path: Path) -> None:
 
 
 def test_rope_scaling_of_an_unknown_kind_keeps_its_theta() -> None:
-    values = {"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "rope_theta": 7e4}}
-    with pytest.warns(CheckpointWarning, match="longrope"):
+    values = {"rope_parameters": {"rope_type": "proportional", "factor": 2.0, "rope_theta": 7e4}}
+    with pytest.warns(CheckpointWarning, match="proportional"):
         assert rope_of_any(ConfigFields(values, "config.json")).theta == 7e4
 
 

@@ -15,7 +15,7 @@ from fledge.files import SEAL_BYTES
 from fledge.progress import Progress
 from fledge.training.capture import FledgeCapture
 from fledge.training.data.examples import TokenStore, collate, packed_rows
-from fledge.training.data.loader import HiddenStateStore, captured_numbers, plan_states, write_states
+from fledge.training.data.loader import HiddenStateStore, captured_states, plan_states, write_states
 from fledge.training.recipe import DrafterSection, Recipe
 from tests.fit_cases import make_inputs, offline, run_capture, write_store
 from tests.tiny_models import TINY_TARGET, make_target
@@ -40,7 +40,7 @@ def fill(directory: Path, store: TokenStore, capture: FledgeCapture, aux: tuple[
     progress = Progress(Console(file=said, width=200, highlight=False))
     config = replace(capture.config, dtype=str(capture.ends.head_weight.dtype).removeprefix("torch."))
     form = plan_states(store, config, "a target", aux, shard_tokens=200)
-    write_states(directory, store, capture.ends, form, captured_numbers(store, capture, form, 100), progress=progress)
+    write_states(directory, store, capture.ends, form, captured_states(store, capture, form, 100), progress=progress)
     return said.getvalue()
 
 

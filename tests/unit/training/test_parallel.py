@@ -7,7 +7,6 @@ relative 1e-4 in the losses and absolute 5e-4 in the weights (the largest update
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +20,12 @@ from fledge.training.parallel import Workers
 from fledge.training.recipe import Recipe
 from fledge.training.trainer import Trainer, TrainingInterrupted
 from tests.fit_cases import copy_undisturbed_run, final_weights, log_without_times, make_inputs, run_fit
+from tests.ports import free_port
 
 
 @pytest.fixture(name="recipe")
 def _recipe(tmp_path: Path) -> Recipe:
     return make_inputs(tmp_path)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def run_together(recipe: Recipe, name: str, hook: Callable[[int, int], None] = lambda _rank, _step: None) -> list[int]:
@@ -127,10 +120,10 @@ def test_a_run_of_two_goes_on_alone(recipe: Recipe) -> None:
 
 
 def test_rows_are_split_by_rank() -> None:
-    parts = [list(range(6))[Workers(device=torch.device("cpu"), rank=r, world=3).share_of(6)] for r in range(3)]
+    parts = [list(range(6))[Workers(device=torch.device("cpu"), rank=r, world_size=3).share_of(6)] for r in range(3)]
     assert parts == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(ConfigError, match=r"fit\.rows: found 8, allowed is a multiple of 3"):
-        Workers(device=torch.device("cpu"), world=3).share_of(8)
+        Workers(device=torch.device("cpu"), world_size=3).share_of(8)
 
 
 def test_devices_that_are_not_there_are_refused() -> None:

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from fledge.training.stages.fit import plot_training
 
 
-def records(count: int, depth: int = 4, drift: bool = True) -> list[dict[str, Any]]:
-    made = []
+def records(count: int, drift: bool = True) -> list[dict[str, Any]]:
+    made, depth = [], 4
     for i in range(1, count + 1):
         record: dict[str, Any] = {
             "step": 50 * i,

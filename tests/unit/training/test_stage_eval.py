@@ -68,13 +68,13 @@ def test_it_publishes_the_best_candidate_unchanged(context: StageContext, monkey
     lengths = {"step-000004": 2, "step-000008": 1}
     used: dict[str, Any] = {}
 
-    def exchange(_meter: AcceptanceMeter, drafter: Path | None, depth: int = 0) -> None:
+    def set_drafter(_meter: AcceptanceMeter, drafter: Path | None, depth: int = 0) -> None:
         used.update(drafter=drafter, depth=depth)
 
     def measure(_meter: AcceptanceMeter, turns: list[TargetTurn], *_: object) -> Measurement:
         return measurement(turns, used["depth"], lengths[used["drafter"].name])
 
-    monkeypatch.setattr(AcceptanceMeter, "exchange", exchange)
+    monkeypatch.setattr(AcceptanceMeter, "set_drafter", set_drafter)
     monkeypatch.setattr(AcceptanceMeter, "measure", measure)
     summary = evaluate.run(context)
     assert summary["best"] == "step-000004"

@@ -174,7 +174,7 @@ def test_each_answer_has_one_of_the_temperatures_by_its_seed(
         answered(with_section(recipe, temperatures=(0.0, 0.0, 1.0), chunk=chunk), tmp_path / name, fake, monkeypatch)
         seen.append(used)
     assert seen[0] == seen[1]
-    assert 8 <= sum(warmth == 1.0 for warmth in seen[0].values()) <= 32
+    assert 8 <= sum(temperature == 1.0 for temperature in seen[0].values()) <= 32
     assert set(seen[0].values()) == {0.0, 1.0}
     changed = {STAGE.key(with_section(recipe, **one), {"prepare": "x"}) for one in ({}, {"temperatures": (0.0, 1.0)})}
     assert len(changed) == 2

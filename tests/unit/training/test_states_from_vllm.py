@@ -86,7 +86,7 @@ def test_offline_they_become_the_shards_that_we_write(recipe: Recipe, fake: Fake
         directory, target = Path(recipe.output) / "capture", fake.layers.target
         states = HiddenStateStore(directory, store, target=target, aux_layer_ids=fake.layers.aux_layer_ids)
         assert states.ends("cpu").head_weight.equal(fake.capture.ends.head_weight)
-        found.append([states._numbers(i).clone() for i in range(len(store))])
+        found.append([states._states_of(i).clone() for i in range(len(store))])
         for path in directory.iterdir():
             path.unlink()
     assert fake.asked

@@ -98,10 +98,10 @@ def test_each_step_reads_and_is_taught_one_token_further() -> None:
                 slot, ahead = start + t, t + 1 + step
                 assert inputs.tokens[0, slot] == (tokens[start + ahead] if ahead < length else 0)
                 assert inputs.positions[0, slot] == t + step
-                assert inputs.taught[0, slot] == (answer_from <= ahead + 1 < length)
-                if inputs.taught[0, slot]:
+                assert inputs.supervised[0, slot] == (answer_from <= ahead + 1 < length)
+                if inputs.supervised[0, slot]:
                     assert inputs.target_rows[slot] == start + ahead
-        assert not inputs.taught[0, 8]  # padding
+        assert not inputs.supervised[0, 8]  # padding
 
 
 @pytest.mark.parametrize("prompt", [3, 6])
@@ -123,8 +123,8 @@ def test_the_first_drafts_after_the_prompt_are_taught(target: TargetModel, promp
         counts = batch.supervised_counts(1)
         return TttModel(drafter, settings)(batch, states, changed, counts).loss.item()
 
-    taught = [row for row in range(10) if loss(row) != loss(None)]
-    assert taught == list(range(prompt - 1, 9))  # the target's distributions after x[n-1], x[n], ... up to x[8]
+    supervised = [row for row in range(10) if loss(row) != loss(None)]
+    assert supervised == list(range(prompt - 1, 9))  # the target's distributions after x[n-1], x[n], ... up to x[8]
 
 
 def test_any_split_of_a_batch_gives_the_same_gradient(target: TargetModel) -> None:
@@ -153,7 +153,7 @@ def test_any_split_of_a_batch_gives_the_same_gradient(target: TargetModel) -> No
 
 
 def test_documents_do_not_leak_and_padding_is_inert(target: TargetModel) -> None:
-    """Only the first document of row 0 is taught; nothing that happens elsewhere may change a bit."""
+    """Only the first document of row 0 is supervised; nothing that happens elsewhere may change a bit."""
     batch = usual_batch()
     elsewhere = batch.document != 0
     elsewhere[1:] = True

@@ -64,7 +64,7 @@ def pack(rows: Sequence[Sequence[Document]], length: int, *, seed: int = 0, voca
     return batch
 
 
-def usual_batch(seed: int = 0) -> PackedBatch:
+def usual_batch() -> PackedBatch:
     """Documents of many lengths, down to one token; full rows and padded ones."""
     d = Document
     return pack(
@@ -74,7 +74,6 @@ def usual_batch(seed: int = 0) -> PackedBatch:
             [d(length=3, answer_from=1), d(length=2, answer_from=1), d(length=6, answer_from=0)],
         ],
         16,
-        seed=seed,
     )
 
 

@@ -28,8 +28,8 @@ def is_running(pid: int) -> bool:
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_until(what, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(what) -> None:
+    deadline = time.monotonic() + 10
     while not what():
         assert time.monotonic() < deadline, "it never came about"
         time.sleep(0.02)

@@ -1,13 +1,13 @@
-"""What an optimizer step reads: its rows, prepared while the device works on the step before, and the target's states.
+"""Loads the rows of an optimizer step, while the device works on the step before, and the target's states for them.
 
 The states may be on disk, so that training needs no target: one row for each token, in the order of the examples.
 
-    states.json                 what was captured, from what; written first
-    shard-00000.bin ...         [tokens, (aux states + 1) * hidden], raw numbers: aux states side by side, then final
+    states.json                 what was captured, and from what; written first
+    shard-00000.bin ...         raw [tokens, (aux states + 1) * hidden]: aux states side by side, then the final state
     target.safetensors          the target's embedding and head, which training needs too
 
-A shard gets its name when it is complete, so an interrupted capture goes on with the first one that is missing. Shards
-and the target's ends are sealed (`fledge.files.seal`): a digest at their end, checked when they are opened.
+A shard is renamed when it is complete, so an interrupted capture resumes with the first shard that is missing. Shards
+and target.safetensors are sealed (`fledge.files.seal`): they end with a digest, which is checked when they are opened.
 """
 
 import os
@@ -39,13 +39,13 @@ from fledge.training.recipe import FitSection
 _AGAIN = "capture again: --force capture"
 _HEADER, _ENDS = "states.json", "target.safetensors"
 _FREE_BYTES_TO_LEAVE = 1 << 30
-# Where in the data a step begins: epoch and row. Epochs follow each other without a gap, so steps have all their rows.
+# Where a step begins: epoch and row. A step may cross the end of an epoch, so all steps have the same number of rows.
 RowPosition = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateFormat(Record):
-    """What a store of hidden states holds, and of what. Two stores with equal formats hold the same states."""
+    """Describes a store of hidden states. Two stores with equal formats hold the same states."""
 
     examples: str  # digest of the token store
     target: str  # digest of its weights
@@ -68,7 +68,7 @@ class StateFormat(Record):
         return [(f, n, f.is_file() and f.stat().st_size == self.bytes_of(n) + SEAL_BYTES) for f, n in files]
 
     def mapped(self, path: Path, tokens: int) -> Tensor:
-        """A shard's numbers [tokens, width]: the file itself. A private map would count as memory that is in use."""
+        """Map a shard as [tokens, width]. The map is shared, because a private one would count as used memory."""
         numbers = torch.from_file(str(path), shared=True, size=tokens * self.width, dtype=DTYPES[self.dtype])
         return numbers.view(tokens, self.width)
 
@@ -89,8 +89,8 @@ def plan_states(
     )
 
 
-# States [tokens, width] of the examples in these ranges, one after another; no tensor spans two ranges.
-NumbersOf = Callable[[Sequence[tuple[int, int]]], Iterator[Tensor]]
+# Yields the states [tokens, width] of the examples in these ranges, in order; no tensor spans two ranges.
+StateSource = Callable[[Sequence[tuple[int, int]]], Iterator[Tensor]]
 
 
 def write_states(
@@ -98,13 +98,13 @@ def write_states(
     store: TokenStore,
     ends: TargetEnds,
     form: StateFormat,
-    numbers_of: NumbersOf,
+    source: StateSource,
     *,
     progress: Progress,
 ) -> None:
-    """Fill `directory`. Says how many bytes that takes and refuses when the disk has no room for them."""
+    """Write the states to `directory`. Reports their size, and raises FledgeError if the disk has too little room."""
     remove_temporaries(directory)
-    if read_json(directory / _HEADER) != form.to_dict():  # of another capture, or none
+    if read_json(directory / _HEADER) != form.to_dict():  # there is another capture, or none
         for old in (*directory.glob("shard-*"), directory / _ENDS):
             old.unlink(missing_ok=True)
         write_json(directory / _HEADER, form.to_dict())
@@ -124,29 +124,29 @@ def write_states(
             save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, temporary)
             seal(temporary)
     ranges = [pair for (*_, complete), pair in zip(shards, pairwise(form.shards), strict=True) if not complete]
-    parts = numbers_of(ranges)
+    parts = source(ranges)
     with progress.task("capture", total=store.total_tokens) as advance:
         for path, tokens, complete in shards:
             if complete:
                 advance(tokens)
                 continue
             with atomic_path(path) as temporary:
-                with temporary.open("r+b") as file:  # writing to a map ends the process (SIGBUS) where the disk is full
+                with temporary.open("r+b") as file:  # else writing to the map would end in SIGBUS on a full disk
                     os.posix_fallocate(file.fileno(), 0, form.bytes_of(tokens))
                 out, done = form.mapped(temporary, tokens), 0
                 while done < tokens:
-                    numbers = next(parts)
-                    out[done : done + len(numbers)] = numbers
-                    done += len(numbers)
-                    advance(len(numbers))
+                    states = next(parts)
+                    out[done : done + len(states)] = states
+                    done += len(states)
+                    advance(len(states))
                 del out  # unmaps the file
                 seal(temporary)
 
 
-def captured_numbers(store: TokenStore, capture: CaptureModel, form: StateFormat, batch_tokens: int) -> NumbersOf:
-    """The states that `capture` computes, about `batch_tokens` tokens in a pass."""
+def captured_states(store: TokenStore, capture: CaptureModel, form: StateFormat, batch_tokens: int) -> StateSource:
+    """States that `capture` computes, about `batch_tokens` tokens in a forward pass."""
 
-    def numbers_of(ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    def states_of(ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
         for first, last in ranges:
             for rows in _passes(store.lengths, first, last, batch_tokens):
                 batch = collate(store, rows, max(int(store.lengths[list(row)].sum()) for row in rows))
@@ -154,16 +154,16 @@ def captured_numbers(store: TokenStore, capture: CaptureModel, form: StateFormat
                 both = states.final if states.aux is None else torch.cat([states.aux, states.final], dim=-1)
                 yield both.cpu()[batch.document >= 0]  # rows hold the examples in order
 
-    return numbers_of
+    return states_of
 
 
-def streamed_numbers(stream: StateStream) -> NumbersOf:
-    """The states that a vLLM computes."""
+def streamed_states(stream: StateStream) -> StateSource:
+    """States that vLLM servers compute."""
     return lambda ranges: stream.of(example for first, last in ranges for example in range(first, last))
 
 
 def _passes(lengths: np.ndarray, first: int, last: int, batch_tokens: int) -> list[list[tuple[int, ...]]]:
-    """Examples `first`..`last` as the rows of each pass: about `batch_tokens` places, rows as long as the longest."""
+    """Pack examples `first`..`last` into rows as long as the longest, and rows into passes of about `batch_tokens`."""
     width, room = int(lengths[first:last].max()), 0
     rows: list[tuple[int, ...]] = []
     for example, length in enumerate(lengths[first:last].tolist(), start=first):
@@ -177,7 +177,7 @@ def _passes(lengths: np.ndarray, first: int, last: int, batch_tokens: int) -> li
 
 
 class HiddenStateStore:
-    """States of a token store's examples, read from disk as rows of training want them."""
+    """States of a token store's examples on disk, read for the rows of training."""
 
     def __init__(
         self,
@@ -188,9 +188,9 @@ class HiddenStateStore:
         aux_layer_ids: tuple[int, ...] | None,
         verified: slice = slice(None),
     ) -> None:
-        """Open and check that these are the states of `store` from `target`, with the aux layers the drafter reads.
+        """Open, and check that these are the states of `store` from `target`, with the aux layers the drafter reads.
 
-        Reads all shards once, to find damage; where several processes open the same ones, `verified` is one's share.
+        Reads the `verified` shards once to find damage; several processes can verify a part each.
         """
         header = read_json(directory / _HEADER)
         if header is None:
@@ -212,13 +212,13 @@ class HiddenStateStore:
             check_seal(path, _AGAIN)
 
     def begin(self, examples: Iterable[int]) -> None:
-        """All is there already."""
+        """Nothing to do: all states are on disk."""
 
     def read(self, rows: Sequence[tuple[int, ...]], length: int) -> TargetStates:
-        """States [rows, length, ...] on the CPU, laid out as `collate` lays out tokens; zeros at padding."""
-        return _laid_out(rows, length, self.form.hidden_size, self._numbers)
+        """Return states [rows, length, ...] on the CPU in the layout of `collate`; zeros at padding."""
+        return _laid_out(rows, length, self.form.hidden_size, self._states_of)
 
-    def _numbers(self, example: int) -> Tensor:
+    def _states_of(self, example: int) -> Tensor:
         low, high = int(self._offsets[example]), int(self._offsets[example + 1])
         shard = int(np.searchsorted(self.form.shards, example, side="right")) - 1
         start = int(self._offsets[self.form.shards[shard]])
@@ -233,29 +233,29 @@ class HiddenStateStore:
 
 
 class StreamedStates:
-    """States that a vLLM hands over while training reads them: in the order of training, and only once."""
+    """States that vLLM servers compute while training reads them, once and in the order of training."""
 
     def __init__(self, stream: StateStream) -> None:
         self._stream = stream
         self._arriving: Iterator[Tensor] = iter(())
 
     def begin(self, examples: Iterable[int]) -> None:
-        """From now on exactly these examples will be read, in this order."""
+        """Start to request the states of exactly these examples, which will be read in this order."""
         self._arriving = self._stream.of(examples)
 
     def clear(self) -> None:
-        """Remove what is left: a sequence that two processes asked for at once is written twice."""
+        """Remove remaining files: a sequence that two processes request at the same time is written twice."""
         self._stream.reader.files.clean(())
 
     def read(self, rows: Sequence[tuple[int, ...]], length: int) -> TargetStates:
-        """As of `HiddenStateStore`."""
+        """As `HiddenStateStore.read`."""
         return _laid_out(rows, length, self._stream.reader.files.layers.hidden_size, lambda _next: next(self._arriving))
 
 
 def _laid_out(
-    rows: Sequence[tuple[int, ...]], length: int, hidden: int, numbers_of: Callable[[int], Tensor]
+    rows: Sequence[tuple[int, ...]], length: int, hidden: int, states_of: Callable[[int], Tensor]
 ) -> TargetStates:
-    parts = [[numbers_of(example)[:length] for example in row] for row in rows]
+    parts = [[states_of(example)[:length] for example in row] for row in rows]
     width, dtype = parts[0][0].shape[1], parts[0][0].dtype
     states = torch.zeros(len(rows), length, width, dtype=dtype)
     for i, row in enumerate(parts):
@@ -269,15 +269,15 @@ def _laid_out(
 class StepData:
     """One process's part of one optimizer step, on the host."""
 
-    parts: list[tuple[PackedBatch, TargetStates | None]]  # micro-batches, and their states where these are on disk
-    taught: Tensor  # int64 [depth]: slots that these batches supervise at each draft step
+    parts: list[tuple[PackedBatch, TargetStates | None]]  # micro-batches; None: no states on disk
+    supervised: Tensor  # int64 [depth]: slots of these batches that each draft step is trained on
     tokens: int  # of the whole step, all processes
     epoch: int
     following: RowPosition
 
 
 class StepLoader:
-    """Cuts the examples into steps: `fit.rows` packed rows each, of which a process has `share`."""
+    """Divides the examples into steps of `fit.rows` packed rows, of which this process loads `share`."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class StepLoader:
         self.total_steps = fit.total_steps(len(self._rows_of(epoch=0)))  # that the recipe asks for
 
     def steps(self, start: RowPosition, count: int) -> Iterator[StepData]:
-        """Yield `count` steps from `start`, each prepared while the one before is in use."""
+        """Yield `count` steps from `start`. The next step is prepared in the background."""
         if count <= 0:
             return
         if self._states is not None:
@@ -309,7 +309,7 @@ class StepLoader:
                 yield data
 
     def _examples(self, start: RowPosition, count: int) -> Iterator[int]:
-        """Of this process's rows in `count` steps."""
+        """The examples of this process's rows in `count` steps."""
         for _ in range(count):
             rows, start = self._rows(start)
             for row in rows[self._share]:
@@ -334,15 +334,15 @@ class StepLoader:
         mine = rows[self._share]
         micro = min(self._fit.micro_rows or len(mine), len(mine))
         pinned: Callable[[Tensor], Tensor] = Tensor.pin_memory if self._pinned else Tensor.contiguous
-        parts, taught = [], torch.zeros(self._fit.depth, dtype=torch.int64)
+        parts, supervised = [], torch.zeros(self._fit.depth, dtype=torch.int64)
         for part in (mine[i : i + micro] for i in range(0, len(mine), micro)):
             batch = collate(self._store, part, length)
             states = None if self._states is None else map_tensors(self._states.read(part, length), pinned)
-            taught += batch.supervised_counts(self._fit.depth)
+            supervised += batch.supervised_counts(self._fit.depth)
             parts.append((map_tensors(batch, pinned), states))
         return StepData(
             parts=parts,
-            taught=pinned(taught),
+            supervised=pinned(supervised),
             tokens=int(np.minimum(self._store.lengths[members], length).sum()),
             epoch=start[0],
             following=following,

@@ -1,16 +1,16 @@
-"""Conversations through a chat template: the very ids that serving would see, and an exact mask of the answers.
+"""Renders conversations with a chat template: the token ids that serving would see, and a mask of the answers.
 
 An assistant turn i is split where serving splits it:
 
     prompt   template(messages[:i], add_generation_prompt=True)      what the target reads; never supervised
     answer   what template(messages[:i + 1]) adds to it, through the first end-of-sequence token
 
-So whatever the generation prompt contains (a role header, the opening of a thinking block) is not supervised, the end
-token is, and the line break that a template writes after it is not.
+So the generation prompt (a role header, the opening of a thinking block) is not supervised, the end token is, and the
+line break that a template writes after it is not.
 
-Turns share one sequence only where the ids of the later prompt begin with the ids of the earlier prompt and answer.
-Where they do not (the template rewrites history, the tokenizer merges across the boundary), the earlier turn becomes an
-example of its own. Plain text has no prompt: all of it after the first token counts as answer.
+Turns share one sequence only if the ids of the later prompt begin with the ids of the earlier prompt and answer. If not
+(the template rewrites history, or the tokenizer merges across the boundary), the earlier turn becomes an example of its
+own. Plain text has no prompt: all of it after the first token counts as answer.
 """
 
 import os
@@ -23,14 +23,14 @@ from jinja2 import TemplateError
 from fledge.errors import PromptError
 from fledge.evaluation.conversations import ASKING_ROLES, Message
 
-# Stands for a turn's content when a template is asked what it writes before and after it.
+# Placeholder for a turn's content, to find out what a template writes before and after it.
 _STAND_IN = "\u2063stand-in\u2063"
 _IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """One sequence and which of its tokens are answers."""
+    """The tokens of a sequence, and a mask of those that are answers."""
 
     tokens: list[int]
     answer: list[bool]
@@ -40,7 +40,7 @@ class Rendered:
 
 
 def chain(turns: Iterable[tuple[list[int], list[int]]]) -> list[Rendered]:
-    """Join turns (ids of a prompt and its answer) into as few sequences as their ids allow (see the module's text)."""
+    """Join turns (ids of a prompt and its answer) into as few sequences as their ids allow (see above)."""
     done: list[Rendered] = []
     for prompt, said in turns:
         last = done[-1] if done and prompt[: len(done[-1].tokens)] == done[-1].tokens else None
@@ -51,7 +51,7 @@ def chain(turns: Iterable[tuple[list[int], list[int]]]) -> list[Rendered]:
 
 
 class Renderer:
-    """A tokenizer with its own chat template and, by number, further `templates`. `stop_ids` end an answer."""
+    """A tokenizer with its own chat template, and further `templates` by index. `stop_ids` end an answer."""
 
     def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
         self.tokenizer = tokenizer
@@ -73,7 +73,7 @@ class Renderer:
         return str(text)
 
     def turn_texts(self, messages: Sequence[Message], template: int | None = None) -> list[tuple[str, str]]:
-        """Return prompt and answer of every assistant turn that answers something. Raises PromptError."""
+        """Return prompt and answer of every assistant turn that follows a question. Raises PromptError."""
         texts = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and any(m["role"] in ASKING_ROLES for m in messages[:i]):
@@ -104,7 +104,7 @@ class Renderer:
         return [Rendered(tokens=ids, answer=[i > 0 for i in range(len(ids))]) for ids in several]
 
     def _turn(self, answer: str, prompt: list[int], joint: list[int]) -> tuple[list[int], list[int]]:
-        """The ids of a prompt, and those of its answer through the first end token."""
+        """Return the ids of a prompt, and those of its answer up to and including the first end token."""
         ids = joint[len(prompt) :] if joint[: len(prompt)] == prompt else self._encode_apart(answer) if answer else []
         return prompt, self._through_stop(ids)
 
@@ -112,29 +112,29 @@ class Renderer:
         for count, token in enumerate(answer, start=1):
             if token in self._stop_ids:
                 return answer[:count]
-        # The template ends turns with something the target does not stop at: without the white space after it.
+        # The template ends turns with a special token that is no stop token: cut white space after it.
         specials = [i for i, token in enumerate(answer) if token in self._special_ids]
         if specials and not self.tokenizer.decode(answer[specials[-1] + 1 :]).strip():
             return answer[: specials[-1] + 1]
         return answer
 
     def _encode_apart(self, answer: str) -> list[int]:
-        """Tokenise an answer by itself, where the tokenizer would merge its start into the prompt's end."""
-        # After a special token, so that tokenizers that put a space before a text's first word do not do it here.
+        """Tokenise an answer separately, if the tokenizer would merge its start with the end of the prompt."""
+        # After a special token, because some tokenizers put a space before the first word of a text.
         end = self.tokenizer.eos_token
         (ids,) = self.encode([f"{end or ''}{answer}"])
         after_end = end is not None and ids[:1] == [self.tokenizer.eos_token_id]
         return ids[1:] if after_end else self.encode([answer])[0]
 
     def _answer_apart(self, messages: Sequence[Message], template: int | None, prompt: str, full: str) -> str:
-        """Return the answer of the last turn, where what is rendered does not begin with the prompt as served."""
+        """Return the answer of the last turn, if the rendered conversation does not begin with the served prompt."""
         stand_in = [*messages[:-1], {"role": "assistant", "content": _STAND_IN}]
         whole = self.prompt_text(stand_in, template, add_generation_prompt=False)
         before, found, after = whole.partition(_STAND_IN)
         if not found:
             raise PromptError("the template does not write the assistant's content")
         content = str(messages[-1]["content"]).lstrip()
-        # What the prompt opens and a finished turn does not show.
+        # Text that the prompt ends with and that a finished turn does not have, such as an opened thinking block.
         opener = prompt[len(os.path.commonprefix([before, prompt])) :].strip()  # noqa: RUF071 - of texts, not paths
         if opener and content.startswith(opener):
             return content[len(opener) :].lstrip("\n") + after

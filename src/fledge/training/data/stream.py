@@ -1,7 +1,7 @@
-"""The states of a store's examples as vLLM servers hand them over (`fledge.vllm_states`).
+"""The states of a store's examples from vLLM servers (`fledge.vllm_states`).
 
-An example of T tokens is asked for without its last one: no draft step reads that token's state, and in an answer that
-vLLM has just generated nobody computed it. Its row is zeros.
+An example is requested without its last token: no draft step reads the state of that token, and in an answer that vLLM
+has just generated, it was not computed. Its row is zeros.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,11 +23,11 @@ class StateStream:
         self._max_bytes, self._in_flight = max_bytes, in_flight
 
     def of(self, examples: Iterable[int]) -> Iterator[Tensor]:
-        """Yield each example's numbers [tokens, width] on the CPU. Its file is gone then; those ahead are made."""
+        """Yield each example's states [tokens, width] on the CPU, and request the next ones in advance."""
         sequences = (np.asarray(self._store.example(i)[0][:-1], dtype=np.int64) for i in examples)
-        for numbers in self.reader.ahead(sequences, max_bytes=self._max_bytes, in_flight=self._in_flight):
-            yield F.pad(numbers, (0, 0, 0, 1))
+        for states in self.reader.ahead(sequences, max_bytes=self._max_bytes, in_flight=self._in_flight):
+            yield F.pad(states, (0, 0, 0, 1))
 
     def close(self) -> None:
-        """Let threads that wait for a file give up."""
+        """Make threads that wait for a file give up."""
         self.reader.closing.set()

@@ -134,7 +134,7 @@ def _evaluate(context: StageContext, candidates: Sequence[Path]) -> dict[str, An
 
     def measure(what: str, drafter: Path, depth: int, turns: Sequence[TargetTurn]) -> Measurement:
         def work() -> dict[str, Any]:
-            meter.exchange(drafter, depth)
+            meter.set_drafter(drafter, depth)
             with context.progress.task(f"eval: {what}", len(turns)) as advance:
                 return meter.measure(turns, temperature, advance).to_dict()
 

@@ -44,9 +44,9 @@ from fledge.training.data.loader import (
     HiddenStateStore,
     StepLoader,
     StreamedStates,
-    captured_numbers,
+    captured_states,
     plan_states,
-    streamed_numbers,
+    streamed_states,
     write_states,
 )
 from fledge.training.drafter_setup import drafter_config, make_drafter
@@ -194,11 +194,11 @@ def _capture(context: StageContext) -> dict[str, Any]:
         return {**summary, "bytes": 0}
     if recipe.capture.engine == "vllm":
         with open_hosts(recipe, context.progress) as hosts, open_stream(recipe, store, hosts, "cpu") as (ends, stream):
-            write_states(context.directory, store, ends, form, streamed_numbers(stream), progress=context.progress)
+            write_states(context.directory, store, ends, form, streamed_states(stream), progress=context.progress)
     else:
         capture = open_target(recipe.target, choose_device(recipe.device))
-        numbers_of = captured_numbers(store, capture, form, recipe.capture.batch_tokens)
-        write_states(context.directory, store, capture.ends, form, numbers_of, progress=context.progress)
+        source = captured_states(store, capture, form, recipe.capture.batch_tokens)
+        write_states(context.directory, store, capture.ends, form, source, progress=context.progress)
     return {**summary, "bytes": form.bytes_of(store.total_tokens)}
 
 
@@ -240,7 +240,7 @@ def _states(
     """The target's ends; and the target itself, or the states that are read in its place."""
     recipe = context.recipe
     if recipe.capture.mode == "offline":
-        weights, mine = weights_digest(resolve(recipe.target.path)), slice(workers.rank, None, workers.world)
+        weights, mine = weights_digest(resolve(recipe.target.path)), slice(workers.rank, None, workers.world_size)
         stored = HiddenStateStore(
             context.inputs["capture"], store, target=weights, aux_layer_ids=aux_layer_ids, verified=mine
         )
@@ -248,9 +248,9 @@ def _states(
     if recipe.capture.engine == "vllm":
         # The first process starts vLLM, if anybody must; the others ask it too.
         opened = stack.enter_context(open_hosts(recipe, context.progress)) if workers.is_first else None
-        addresses = workers.tell([] if opened is None else opened.addresses)
+        addresses = workers.broadcast([] if opened is None else opened.addresses)
         hosts = opened or stack.enter_context(open_hosts(recipe, context.progress, addresses))
-        stream = open_stream(recipe, store, hosts, workers.device, workers.world)
+        stream = open_stream(recipe, store, hosts, workers.device, workers.world_size)
         ends, states = stack.enter_context(stream)
         return ends, None, StreamedStates(states)
     capture = open_target(recipe.target, workers.device)
@@ -294,7 +294,7 @@ def _train(context: StageContext, workers: Workers, stack: ExitStack) -> dict[st
         provenance={"recipe": shown_recipe(recipe), "examples": store.digest},
     )
     steps = f"{trainer.total_steps:,} steps of {fit.rows} rows of {fit.length} tokens"
-    where = f"{str(compute).removeprefix('torch.')} on {workers.world} x {workers.device.type}"
+    where = f"{str(compute).removeprefix('torch.')} on {workers.world_size} x {workers.device.type}"
     context.progress.say(f"fit: {variant}, {parameters:,} parameters, {steps}, {where}")
     trainer.run()
     if not workers.is_first:

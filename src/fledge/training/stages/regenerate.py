@@ -135,8 +135,9 @@ def _dialogues(number: int, record: Mapping[str, Any], recipe: Recipe) -> list[D
     dialogues = []
     for sample in range(recipe.regenerate.samples):
         one = Dialogue(number=number, sample=sample, turns=turns, first_ids=first_ids)
-        if warmth := recipe.regenerate.temperatures:
-            one.temperature = warmth[answer_seed(recipe.regenerate.seed, number, sample, 0) % len(warmth)]
+        if temperatures := recipe.regenerate.temperatures:
+            seed = answer_seed(recipe.regenerate.seed, number, sample, 0)
+            one.temperature = temperatures[seed % len(temperatures)]
         dialogues.append(one)
     return dialogues
 

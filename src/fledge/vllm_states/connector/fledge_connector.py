@@ -65,8 +65,8 @@ def write_states(path: Path, states: torch.Tensor, token_ids: torch.Tensor, laye
 
 
 @dataclass
-class Save:
-    """States to write when the request that they belong to has ended."""
+class SaveRequest:
+    """The states of a finished request, which are to be written."""
 
     request_id: str
     name: str
@@ -75,10 +75,10 @@ class Save:
 
 
 @dataclass
-class Saves(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler's side tells the workers' side in a step."""
+class SaveMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler's connector sends to the workers' connectors in a step."""
 
-    saves: list[Save] = field(default_factory=list)
+    saves: list[SaveRequest] = field(default_factory=list)
 
 
 class FledgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -94,10 +94,8 @@ class FledgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._storage = Path(extra["shared_storage_path"])
         self._storage.mkdir(parents=True, exist_ok=True)
         self._group, self._block_size = _states_group(kv_cache_config)
-        self._waiting: list[Save] = []  # the scheduler's side
-        self._cache: torch.Tensor | None = (
-            None  # the workers' side: [blocks, block_size, layers, hidden]; None: not ours
-        )
+        self._waiting: list[SaveRequest] = []  # the scheduler's side
+        self._cache: torch.Tensor | None = None  # of a worker: [blocks, block_size, layers, hidden]; None: others write
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="fledge-states")
         self._writing: dict[str, Future[None]] = {}  # by request
         self._stream: Any = None  # of CUDA, for copies beside the model's own work
@@ -124,19 +122,19 @@ class FledgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             logger.error("request %s: fledge_states must be 8 to 64 hex digits; nothing is written", request.request_id)
             return False, None
-        # The last token was put out and never read, so there is no state of it.
+        # The last token was generated but never read by the model, so it has no state.
         answered = asked.get("include_output_tokens", False)
         ids = list(request.all_token_ids)[:-1] if answered else list(request.prompt_token_ids)
         name = states_name(key, ids)
-        self._waiting.append(Save(request.request_id, name, ids, list(block_ids)))
+        self._waiting.append(SaveRequest(request.request_id, name, ids, list(block_ids)))
         return True, {"states_file": name}
 
-    def build_connector_meta(self, scheduler_output: Any) -> Saves:  # noqa: ARG002
-        saves, self._waiting = Saves(self._waiting), []
+    def build_connector_meta(self, scheduler_output: Any) -> SaveMetadata:  # noqa: ARG002
+        saves, self._waiting = SaveMetadata(self._waiting), []
         return saves
 
     def get_finished_count(self) -> int:
-        """One worker writes, so one says that a request is done."""
+        """One worker writes, so one worker reports that a request is done."""
         return 1
 
     @classmethod
@@ -160,10 +158,10 @@ class FledgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._cache = cache
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
-        """Begin to write what the scheduler named; return the requests whose files are written."""
+        """Start to write the states that the scheduler asked for; return the requests whose files are written."""
         if self._cache is None:
             return None, None
-        if self.has_connector_metadata() and isinstance(metadata := self._get_connector_metadata(), Saves):
+        if self.has_connector_metadata() and isinstance(metadata := self._get_connector_metadata(), SaveMetadata):
             for one in metadata.saves:
                 states, ready = self._copy(one)
                 self._writing[one.request_id] = self._writers.submit(self._write, one, states, ready)
@@ -173,7 +171,7 @@ class FledgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 logger.error("states of request %s: %r", request, error)
         return done or None, None
 
-    def _copy(self, one: Save) -> tuple[torch.Tensor, Any]:
+    def _copy(self, one: SaveRequest) -> tuple[torch.Tensor, Any]:
         """States [tokens, layers, hidden] on their way to the host, and the CUDA event of their arrival."""
         assert self._cache is not None
         device = self._cache.device
@@ -191,7 +189,7 @@ class FledgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ready.record()
         return host, (ready, states)  # the latter must outlive the copy
 
-    def _write(self, one: Save, states: torch.Tensor, ready: Any) -> None:
+    def _write(self, one: SaveRequest, states: torch.Tensor, ready: Any) -> None:
         if ready is not None:
             ready[0].synchronize()
         write_states(self._storage / one.name, states, torch.tensor(one.token_ids), self._layer_ids)

@@ -14,16 +14,14 @@ from tests.tiny_models import TINY_TARGET, make_target
 from tests.unit.training.data.templates import CHATML, make_tokenizer
 
 
-def save_tiny_target(
-    directory: Path, template: str | None = CHATML, *, seed: int = 0, max_positions: int = 256
-) -> Path:
+def save_tiny_target(directory: Path, template: str | None = CHATML, *, seed: int = 0) -> Path:
     tokenizer = make_tokenizer(template)
     config = replace(
         TINY_TARGET,
         num_layers=2,
         vocab_size=len(tokenizer),
         eos_ids=(tokenizer.eos_token_id,),
-        max_positions=max_positions,
+        max_positions=256,
     )
     save_target(make_target(config, seed), directory)
     tokenizer.save_pretrained(directory)

@@ -14,7 +14,7 @@ if torch.cuda.is_available():
 
 from fledge.bench.rounds import make_pair
 from fledge.drift.prompts import Segment
-from fledge.drift.replay import Passage, Replay, target_states
+from fledge.drift.replay import FinishedText, Replay, target_states
 from tests.engine_cases import greedy
 from tests.gpu.test_engine import agreeing_pair, make_engine, on_gpu
 
@@ -31,8 +31,8 @@ def replay_agrees(dtype: torch.dtype) -> None:
         engine.step()
     rounds = agreeing = accepted = 0
     texts = [request.tokens for request in requests]
-    passages = [
-        Passage(
+    texts = [
+        FinishedText(
             states=states,
             tokens=request.tokens,
             segments=[Segment.OUTPUT] * len(request.tokens),
@@ -40,9 +40,9 @@ def replay_agrees(dtype: torch.dtype) -> None:
         )
         for request, states in zip(requests, target_states(target, texts, drafter.aux_layer_ids), strict=True)
     ]
-    replay = Replay(drafter, passages, max_scores=10_000)
-    drafted = replay.draft([passage.starts for passage in passages], 6)
-    for request, leading, found in zip(requests, replay.leading(4), drafted, strict=True):
+    replay = Replay(drafter, texts, max_scores=10_000)
+    drafted = replay.draft([text.starts for text in texts], 6)
+    for request, leading, found in zip(requests, replay.matching_drafts(4), drafted, strict=True):
         for record, count in zip(request.rounds, leading, strict=True):
             # What the last round accepts beyond the text's end the text does not tell.
             agreeing += count == min(record.accepted, len(request.tokens) - record.start)
@@ -68,8 +68,8 @@ def cost() -> None:
             begin = time.perf_counter()
             (states,) = target_states(target, [tokens], drafter.aux_layer_ids)
             starts = range(length - 127, length + 1, 2)
-            passage = Passage(states=states, tokens=tokens, segments=segments, starts=starts)
-            (found,) = Replay(drafter, [passage]).draft([starts], 12)
+            text = FinishedText(states=states, tokens=tokens, segments=segments, starts=starts)
+            (found,) = Replay(drafter, [text]).draft([starts], 12)
             seconds = time.perf_counter() - begin
         peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
         print(f"    {shape} {length}: {seconds:.2f} s, peak {peak:.1f} GiB with weights")

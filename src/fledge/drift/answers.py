@@ -1,11 +1,12 @@
-"""What a probe needs that no drafter has a part in: prompts as they are after a perturbation, and the target's answers.
+"""Perturbed prompts and the target's answers to them, cached because they do not depend on the drafter.
 
-Greedy or with a seed, an answer is the target's whichever drafter helps it. So it is made once, for all drafters and
-for perturbations of drafting too, and kept: in memory, and in files for other processes and for a run that goes on.
+Greedy or with a seed, the target gives the same answer whichever drafter is used. So each answer is generated once,
+for all drafters and for all perturbations that only change drafting. The cache is in memory and in files, for other
+processes and for a run that is resumed:
 
-    DIRECTORY/NAME-KEY.json     of one perturbation; the key is what it depends on
+    DIRECTORY/NAME-KEY.json     one perturbation; the key is a digest of everything that the answers depend on
 
-A file is written in full or not at all and has a digest of what it says; one that is damaged is made anew.
+A file is written atomically and contains a digest of its content; a damaged file is made again.
 """
 
 import fcntl
@@ -21,15 +22,15 @@ from fledge.files import digest, json_line, read_json, write_text
 
 
 class Answer(NamedTuple):
-    """What the target says to a prompt."""
+    """The target's answer to a prompt."""
 
     token_ids: tuple[int, ...]
-    beyond: tuple[int, ...] = ()  # what it would have said next, had it not been stopped, where that is known
+    beyond: tuple[int, ...] = ()  # tokens that it would have generated next, if they are known
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredPrompts:
-    """A workload under a perturbation: token ids and segments of each prompt, its answer, and what was left out."""
+    """A workload under a perturbation: each prompt with token ids and segments, its answer, and prompts left out."""
 
     prompts: tuple[ProbePrompt, ...]
     answers: tuple[Answer, ...]
@@ -51,14 +52,14 @@ class AnsweredPrompts:
 
 
 @dataclass
-class KeptAnswers:
-    """Answers by what they depend on. `directory` None: for this process alone."""
+class AnswerCache:
+    """Answers by a digest of what they depend on. `directory` None: for this process only."""
 
     directory: Path | None = None
     _known: dict[str, AnsweredPrompts] = field(default_factory=dict)
 
     def get(self, name: str, depends_on: Sequence[Any], make: Callable[[], AnsweredPrompts]) -> AnsweredPrompts:
-        """Return what is kept, or make it; what another process is making is waited for."""
+        """Return the cached answers, or make them. Waits while another process makes the same ones."""
         key = digest(depends_on)
         if key not in self._known:
             self._known[key] = make() if self.directory is None else self._from_disk(name, key, make)
@@ -68,7 +69,7 @@ class KeptAnswers:
         assert self.directory is not None
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{re.sub(r'[^A-Za-z0-9._+-]+', '-', name)}-{key}.json"
-        with _alone(path.with_suffix(".lock")):
+        with _locked(path.with_suffix(".lock")):
             saved = read_json(path)
             if saved is None or (saved.get("key"), saved.get("digest")) != (key, digest(saved.get("answered"))):
                 answered = make().to_dict()
@@ -78,8 +79,8 @@ class KeptAnswers:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Wait for other processes that are in here. The lock goes with its process, however that ends."""
+def _locked(lock: Path) -> Iterator[None]:
+    """Hold a file lock; wait while another process holds it. The system releases it when its process ends."""
     with lock.open("a", encoding="utf-8") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield

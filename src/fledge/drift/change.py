@@ -1,12 +1,12 @@
-"""Drift as it is defined: how attention changes with depth against depth 1, in windows of equal size, with intervals.
+"""Drift: how the attention at each depth differs from depth 1, in windows of equal size, with intervals.
 
-How much attention a drafter gives to recent tokens or to the sink is its habit; drift is that this changes while it
-drafts. A drafter *drifts* from the depth on from which recent tokens have gained, or the sink has lost, the bound of
-data/figures.yaml at least, with an interval that excludes 0. It is *steady* where the intervals at the last depth lie
-within the bound, and between the two it cannot be told.
+How much attention a drafter gives to recent tokens or to the sink varies between drafters. Drift is a change of these
+shares while it drafts. A drafter *drifts* from the depth on at which recent tokens have gained, or the sink has lost,
+at least the bound in data/figures.yaml, with an interval that excludes 0. It is *steady* if the intervals at the last
+depth lie within the bound. Otherwise the result is *unclear*.
 
-What is said of one drafter can be said of a way to train them: `runs` are then the results of drafters that differ in
-their seed alone, and what they differ by widens the intervals.
+The same can be asked of a way to train drafters: `runs` are then the results of drafters that differ only in their
+seed, and the differences between them widen the intervals.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ CURVES: dict[str, Callable[[PromptRow], Curve]] = {
     "recent": lambda row: row.recent_attention,
     "sink": lambda row: row.sink_attention,
 }
-# Of the text, as `fledge eval` has them; of the drafter, as the file has them.
+# Limits for the text, shared with `fledge eval`, and for the drafter, from the file.
 LIMITS = {"looping": LOOPING, "copying": COPYING, **texts("figures")["limits"]}
 BOUND: float = LIMITS["drift"]
 FEW_PROMPTS: int = LIMITS["few_prompts"]
@@ -35,10 +35,10 @@ FEW_PROMPTS: int = LIMITS["few_prompts"]
 
 @dataclass(frozen=True, kw_only=True)
 class MassChange(Record):
-    """How one share of attention changes, means pooled over rounds and intervals over prompts."""
+    """How one share of attention changes with depth. Means are pooled over rounds, intervals are over prompts."""
 
     first: float  # at depth 1
-    since_first: tuple[Interval, ...]  # at depths 2, 3, ...: less that at depth 1
+    since_first: tuple[Interval, ...]  # at depths 2, 3, ...: the share minus that at depth 1
     slope: Interval  # per depth, by least squares
 
     @property
@@ -53,15 +53,15 @@ class MassChange(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChange(Record):
-    """Both symptoms of drift, and what they come to."""
+    """Both symptoms of drift, and the verdict."""
 
     recent: MassChange
     sink: MassChange
-    prompts: int  # that had a round
+    prompts: int  # with at least one round
 
     @property
     def drift_depth(self) -> int | None:
-        """The first depth from which on attention has drifted; None: it has not at the last."""
+        """The first depth from which on attention has drifted up to the last depth; None: it has not at the last."""
         found = None
         for depth, pair in enumerate(zip(self.recent.since_first, self.sink.since_first, strict=True), start=2):
             found = (found or depth) if _has_drifted(*pair) else None
@@ -103,7 +103,7 @@ def attention_change(bootstrap: Bootstrap, *runs: DriftResult) -> AttentionChang
 def compare_changes(
     bootstrap: Bootstrap, name: str, runs: Sequence[DriftResult], base: Sequence[DriftResult]
 ) -> Interval | None:
-    """The change from depth 1 to the last that both have, of `runs` less that of `base`, over the prompts of both."""
+    """The change from depth 1 to the last common depth of `runs` minus that of `base`, over the prompts of both."""
     depths = min(_depths(runs), _depths(base))
     if depths < 2:
         return None
@@ -122,12 +122,12 @@ def shares_by_depth(bootstrap: Bootstrap, name: str, *runs: DriftResult) -> list
 
 
 def _depths(runs: Sequence[DriftResult]) -> int:
-    """That all of them drafted to."""
+    """The depth that all of them reach."""
     return min(len(run.by_depth) for run in runs)
 
 
 def _panel(runs: Sequence[DriftResult], name: str, depths: int) -> Panel:
-    """Of each prompt in each run the sums over rounds at each depth, then the rounds."""
+    """Rows are prompts of each run; columns are the sums over rounds at each depth, then the numbers of rounds."""
     rows = []
     for number, row in ((number, row) for number, run in enumerate(runs) for row in run.prompt_rows):
         pairs = list(zip(CURVES[name](row), row.rounds_by_depth, strict=True))[:depths]

@@ -1,8 +1,8 @@
-"""From replayed rounds to figures: who was right, and sums over rounds that become means by depth.
+"""From replayed rounds to figures: which drafts are right, and sums over rounds that become means by depth.
 
-A draft can be judged only where all drafts before it in its round are right: after a wrong one, the text that follows
-says nothing about it. So acceptance, calibration, misses and cosines are over the rounds that *reached* a depth.
-Attention, norms and confidence are properties of drafting and are means over all rounds that drafted so deep.
+A draft can be judged only if all drafts before it in its round are right: after a wrong draft, the text does not tell
+what the target would have chosen. So acceptance, calibration, misses and cosines are over the rounds that *reached* a
+depth. Attention, norms and confidence are properties of drafting: they are means over all rounds that drafted so deep.
 """
 
 from collections.abc import Sequence
@@ -21,29 +21,29 @@ from fledge.engine.outputs import RoundRecord
 from fledge.evaluation.results import tally_triples
 
 BINS = 10
-_ONCE = ("fused_rms", "norms", "shares")  # what a round has once, not at each depth
-_CURVES = ("recent_attention", "sink_attention")  # that a `PromptRow` has
+_ONCE = ("fused_rms", "norms", "shares")  # figures that a round has once, not at each depth
+_CURVES = ("recent_attention", "sink_attention")  # fields of a `PromptRow`
 _OF_HEADS = ("mass", "recent", "entropy", "normalised_entropy", "distance")
 _COSINES = ("head_cosine", "feature_cosine")
-_STATES = ("hidden", "head", "feature")  # whose size is followed from depth to depth
+_STATES = ("hidden", "head", "feature")  # states whose RMS is measured at each depth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The rounds of one sequence held against its text. bool [rounds, depth] each."""
+    """The rounds of one sequence compared with its text. bool [rounds, depth] each."""
 
-    drafted: Tensor  # the round may draft so deep: there are positions for it
-    reached: Tensor  # all drafts before are right, and the text goes on to this place
-    right: Tensor  # reached, and right too
-    comparable: Tensor  # all drafts before are right, and the target has read them
+    drafted: Tensor  # the round drafts so deep: the model has positions for it
+    reached: Tensor  # all drafts before are right, and the text has a token at this position
+    right: Tensor  # reached, and the draft is right
+    comparable: Tensor  # all drafts before are right, and there are states of the target for them
     outcomes: tuple[tuple[int, int], ...]  # (drafted, accepted) of each round
 
 
 def judge(replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundRecord], limit: int) -> Judged:
-    """`records` are the rounds that were replayed; nothing is drafted for places from `limit` - 1 on.
+    """Judge the replayed rounds `records`. Nothing is drafted for positions from `limit` - 1 on.
 
-    They hold as deep as the engine drafts. Where all of that stands and the probe drafts on, the text, which is what
-    the target chose, decides as the engine would.
+    The records are as deep as the engine drafts. Where all their drafts are accepted and the probe drafts deeper, the
+    text decides about the deeper drafts, as verification would.
     """
     rounds, depth = replayed.drafts.shape
     text = torch.tensor(tokens)
@@ -60,7 +60,7 @@ def judge(replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundReco
         accepted = min(record.accepted, deep)
         if record.accepted == record.drafted < deep:
             accepted = max(leading, record.drafted)
-            # All that is known stands: what comes after the text's end is nobody's fault, and not drafted.
+            # All known drafts are accepted. Drafts beyond the end of the text are not counted as drafted.
             deep = accepted if accepted >= min(told, deep) else deep
         outcomes.append((deep, accepted))
     return Judged(
@@ -78,7 +78,7 @@ class DriftSums:
 
     depth: int
     parts: Sequence[str]
-    in_draft: Tensor | None  # bool [vocab], on the CPU: which tokens can be drafted; None: all
+    in_draft: Tensor | None  # bool [vocab], on the CPU: the tokens of the draft vocabulary; None: all
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     fresh_acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     engine_acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
@@ -92,7 +92,7 @@ class DriftSums:
         limit: int,
         overlap: Overlap,
     ) -> dict[str, Any]:
-        """Add the rounds of one sequence. Returns what its `PromptRow` holds of them."""
+        """Add the rounds of one sequence. Returns the fields of its `PromptRow` that follow from them."""
         judged = judge(replayed, tokens, records, limit)
         rounds = [(record.start, *outcome) for record, outcome in zip(records, judged.outcomes, strict=True)]
         acceptance, fresh = AcceptanceStatistics(), overlap.fresh(rounds)
@@ -115,7 +115,7 @@ class DriftSums:
 
     @property
     def unmeasured(self) -> dict[str, Any]:
-        """What the `PromptRow` of an answer holds that no draft was verified for."""
+        """The same fields for an answer without a round."""
         counts = {"tally": (), "fresh_tally": (), "rounds_by_depth": (0,) * self.depth}
         return {**counts, **dict.fromkeys(_CURVES, (None,) * self.depth)}
 
@@ -139,7 +139,7 @@ class DriftSums:
         means = {name: values / sums["rounds"] for name, values in sums.items()}
 
         def attention(of: tuple[int, int] | None = None) -> AttentionMeans:
-            """Of one layer and head, or the mean of all."""
+            """Means of one layer and head, or of all."""
             several = {name: means[name].mean((0, 1)) if of is None else means[name][of] for name in _OF_HEADS}
             return AttentionMeans(mass=_by_label(several.pop("mass")), **{n: float(x) for n, x in several.items()})
 
@@ -166,7 +166,7 @@ class DriftSums:
 
 
 def _sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | None) -> dict[str, Tensor]:
-    """Sums by depth, [depth, ...] each, over the rounds of one sequence that count there."""
+    """Sums over the rounds of one sequence by depth, [depth, ...] each."""
     seen = replayed.visible.sum(-1)  # [rounds, depth]
     limit = seen.double().log()[..., None, None]
     drafting = {
@@ -174,7 +174,7 @@ def _sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | N
         "mass": replayed.mass,
         "recent": replayed.recent,
         "entropy": replayed.entropy,
-        # One visible row leaves no choice: attention is as even as it can be.
+        # With a single visible row, attention is as uniform as possible.
         "normalised_entropy": torch.where(limit > 0, replayed.entropy.double() / limit.clamp(min=1e-9), 1.0),
         "distance": replayed.distance,
         "visible": replayed.visible.double() / seen[..., None],
@@ -217,7 +217,7 @@ def _by_label(values: Tensor) -> dict[str, float]:
 
 
 def _calibration(sums: Tensor) -> Calibration:
-    """[bins, 3]: drafts in each bin of confidence, and over them the sums of confidence and of those that are right."""
+    """`sums` [bins, 3]: by bin of confidence the number of drafts, their summed confidence, and how many are right."""
     bins = []
     for i, (count, *of_both) in enumerate(sums):
         confidence, right = (_mean(total, count) for total in of_both)

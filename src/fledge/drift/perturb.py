@@ -1,10 +1,12 @@
 """Named changes to a workload's prompts (data/perturbations.yaml), which compose: `template:llama3+pad:4k:before`.
 
-Those of the prompt are pure functions of it, a random generator, the run's limits and their own argument; others leave
-it as it is and act on decoding or drafting (`temperature`, `noise`, `pin`). The texts put into prompts are data
-(data/*.yaml, chat_templates/*.jinja). What is drawn follows from the seed, the perturbation's name and the prompt's id
-alone, so that order and company do not matter. Whatever order they are written in, padding comes after all other
-changes of messages (it must know what room is left), and what is done on tokens last.
+Most perturbations change the prompt: they are pure functions of it, a random generator, the run's limits and their own
+argument. The others (`temperature`, `noise`, `pin`) leave the prompt as it is and change how it is decoded or drafted.
+The texts that are put into prompts are data (data/*.yaml, chat_templates/*.jinja).
+
+The generator is seeded with the seed, the perturbation's name and the prompt's id, so the result does not depend on
+other prompts or on their order. In whatever order changes are written, padding is applied after all other changes of
+messages, because it must know how much room is left, and changes of token ids are applied last.
 """
 
 import json
@@ -26,19 +28,19 @@ from fledge.errors import ConfigError, PromptError, nearest_name_hint
 
 UNPERTURBED = "unperturbed"
 SYSTEM_ROLES = ("system", "developer")
-# Room left by padding for tokens that only appear when the text is rendered as a whole.
+# Tokens that padding leaves free: the whole text may have a few more than its parts.
 _SLACK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerturbationContext:
-    """What perturbations know of the run."""
+    """What perturbations need to know about the run."""
 
     tokenizer: Any | None  # of the target
-    max_model_len: int  # what target and drafter can hold: prompt and answer together
+    max_model_len: int  # tokens of prompt and answer together, of target and drafter
     answer_tokens: int
     seed: int = 0
-    vocab_size: int | None = None  # ids from here on are never put into a prompt; None: the tokenizer's own number
+    vocab_size: int | None = None  # only smaller ids are put into prompts; None: the size of the tokenizer
 
 
 def chat_template(family: str) -> str:
@@ -53,9 +55,9 @@ def texts(name: str) -> dict[str, Any]:
 
 
 KINDS: dict[str, dict[str, Any]] = texts("perturbations")
-# How other models write conversations down. A target's own tokenizer renders them: markers of another family ([INST],
-# <|eot_id|>) are special tokens only where it knows them, and ordinary text elsewhere, which is what a target meets
-# when it is served behind the wrong template. A begin-of-text token is the tokenizer's own, where it has one.
+# Chat templates of other model families, rendered with the target's own tokenizer. Markers of another family ([INST],
+# <|eot_id|>) are special tokens only if the tokenizer knows them, and ordinary text otherwise, just as when a target is
+# served with the wrong template. The begin-of-text token is the tokenizer's own, if it has one.
 FAMILIES: list[str] = KINDS["template"]["names"]
 
 
@@ -72,7 +74,7 @@ def _changed(
         return _padded(prompt, argument, generator, context)
     if kind in ("json", "switch"):
         return _asked(prompt, "{text}\n\n" + (known["switches"][argument] if argument else known["json_request"]))
-    if kind == "system":  # whatever was there goes
+    if kind == "system":  # replaces any system prompt
         messages = [message for message in messages if message["role"] not in SYSTEM_ROLES]
         if argument != "none":
             messages.insert(0, {"role": "system", "content": generator.choice(known["system"][argument])})
@@ -81,7 +83,7 @@ def _changed(
         exchanges = generator.sample(known["history"], int(argument))
         earlier = [{"role": role, "content": one[role]} for one in exchanges for role in ("user", "assistant")]
         messages[first:first] = earlier
-    elif kind == "tools":  # in the system prompt, after what it says: that works with templates that know no tools
+    elif kind == "tools":  # appended to the system prompt, which also works with templates that know no tools
         described = "\n".join([known["tools_preamble"], "", *(json.dumps(tool) for tool in known["tools"])])
         if messages[0]["role"] in SYSTEM_ROLES:
             messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{described}"}
@@ -91,9 +93,9 @@ def _changed(
 
 
 def _padded(prompt: ProbePrompt, size: str, generator: random.Random, context: PerturbationContext) -> ProbePrompt:
-    """Put about as many tokens of other text around the last question as `size`, such as "4k:before", says.
+    """Put unrelated text around the last question: about as many tokens as `size` says, such as "4k:before".
 
-    Where question, padding and answer together do not fit, padding is shortened, but not below half its size.
+    If question, padding and answer do not fit together, the padding is shortened, but not below half its size.
     """
     thousands, side = size.split("k:")
     tokens, limit, answer = 1024 * int(thousands), context.max_model_len, context.answer_tokens
@@ -110,7 +112,7 @@ def _padded(prompt: ProbePrompt, size: str, generator: random.Random, context: P
 def _noisy(prompt: ProbePrompt, rate: float, generator: random.Random, context: PerturbationContext) -> ProbePrompt:
     """Replace, double or drop each of the template's tokens with probability `rate`; messages stay as they are.
 
-    A begin-of-text token at the start is left alone: it is where attention rests, and no part of the layout.
+    A begin-of-text token at the start is kept: it is the attention sink and not part of the template.
     """
     read = segmented(prompt, context.tokenizer)
     if context.tokenizer is None or Segment.TEMPLATE not in read.segments:
@@ -130,7 +132,7 @@ def _noisy(prompt: ProbePrompt, rate: float, generator: random.Random, context: 
 
 
 def _without_begin(prompt: ProbePrompt, context: PerturbationContext) -> ProbePrompt:
-    """Take the begin-of-text token away, where attention would rest."""
+    """Remove the begin-of-text token, which is the attention sink."""
     read = segmented(prompt, context.tokenizer)
     if context.tokenizer is None or read.token_ids[0] != context.tokenizer.bos_token_id:
         raise PromptError("the prompt has no begin-of-text token")
@@ -142,10 +144,10 @@ def _of_tokens(prompt: ProbePrompt, ids: Sequence[int], segments: Sequence[Segme
 
 
 def distracting_paragraphs(generator: random.Random) -> Iterator[str]:
-    """Yield paragraphs without end that have nothing to do with any question. The generator decides them.
+    """Yield endless paragraphs that have nothing to do with any question, drawn with the generator.
 
-    Names, numbers and things are drawn anew each time, so that a long text does not repeat itself: repeated text is far
-    easier to predict than the long documents it stands for.
+    Names, numbers and things are drawn anew for each paragraph, so that a long text does not repeat itself: repeated
+    text would be far easier to predict than the long documents that it stands for.
     """
     words, patterns = texts("distractor")["words"], texts("distractor")["patterns"]
     while True:
@@ -170,7 +172,7 @@ def _distraction(generator: random.Random, tokenizer: Any, tokens: int) -> str:
 
 
 def _asked(prompt: ProbePrompt, wording: str, **parts: str) -> ProbePrompt:
-    """Reword the last user turn; `{text}` is what it says."""
+    """Reword the last user turn; `{text}` in `wording` stands for its text."""
     messages = list(prompt.messages)
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
@@ -181,7 +183,7 @@ def _asked(prompt: ProbePrompt, wording: str, **parts: str) -> ProbePrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Perturbation:
-    """Changes that are made together, each by its full name. Without any it is the unperturbed run."""
+    """Changes that are applied together, each by its full name. Without any, it is the unperturbed run."""
 
     steps: tuple[str, ...] = ()
 
@@ -195,27 +197,23 @@ class Perturbation:
 
     @property
     def temperature(self) -> float | None:
-        """What the perturbation samples with; None leaves the run's own."""
+        """The sampling temperature; None: the run's own."""
         given = (step.partition("temperature:")[2] for step in self.steps)
         return next((float(text) for text in given if text), None)
 
     @property
     def noise(self) -> float:
-        """On the state that drafts are fed, times its RMS."""
+        """Standard deviation of the noise on the state that is fed to the next draft, relative to the state's RMS."""
         return next((float(step.partition(":")[2]) for step in self.steps if step.startswith("noise:")), 0.0)
 
     @property
     def pins(self) -> bool:
-        """Whether the state that drafts are fed is kept at its size at depth 1."""
+        """Whether the state that is fed to the next draft is scaled to its RMS at depth 1."""
         return "pin" in self.steps
 
     @property
-    def acts_on_drafting(self) -> bool:
-        return self.pins or self.noise > 0
-
-    @property
     def answered_as(self) -> "Perturbation":
-        """Whose prompts and answers these are: where nothing but drafting is acted on, those of the unperturbed run."""
+        """The perturbation with the same prompts and answers: the unperturbed run, if only drafting is changed."""
         return Perturbation() if set(self.kinds) <= {"noise", "pin"} else self
 
     def apply(self, prompt: ProbePrompt, context: PerturbationContext) -> ProbePrompt:
@@ -292,7 +290,7 @@ def parse_perturbation(name: str) -> Perturbation:
     return Perturbation(steps=tuple(steps))
 
 
-def default_suite(size: str = "quick") -> tuple[str, ...]:
+def default_suite(size: str) -> tuple[str, ...]:
     """Names of what `fledge drift` runs besides the unperturbed workload: a "quick" suite, or all kinds: "full"."""
     suites = texts("suites")
     if size not in suites:

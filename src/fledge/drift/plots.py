@@ -1,4 +1,4 @@
-"""The pictures of a report (data/pictures.yaml). Drafters share axes where curves compare, and scales elsewhere."""
+"""The pictures of a report (data/pictures.yaml). Curves of all drafters share axes; other pictures share scales."""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
@@ -24,7 +24,7 @@ _DOTTED: dict[str, Any] = {"color": MUTED, "linewidth": 1, "linestyle": ":"}
 
 
 class _Series(NamedTuple):
-    """A drafter as a line: always of the same colour, dash and marker."""
+    """A drafter as a line, with the same colour, dash and marker in all pictures."""
 
     title: str
     result: DriftResult
@@ -36,7 +36,7 @@ class _Series(NamedTuple):
 
 
 def charts(suite: SuiteResult, results: Mapping[str, DriftResult]) -> list[Chart]:
-    """All pictures. `results` are the unperturbed ones, by drafter; what was not measured has no picture."""
+    """Return all pictures of what was measured. `results` are the unperturbed ones, by drafter."""
     shown = {
         name: _Series(drawing.short_title(title), results[name], drawing.series_style(number))
         for number, (name, title) in enumerate(suite.titles.items())
@@ -65,11 +65,11 @@ def charts(suite: SuiteResult, results: Mapping[str, DriftResult]) -> list[Chart
 
 
 def _by_depth(series: Sequence[_Series], level: float, how: Mapping[str, Any]) -> Figure | None:
-    """A figure of `DepthMetrics` against depth, a line for each drafter, gaps where there is nothing.
+    """Plot a figure of `DepthMetrics` against depth, a line for each drafter, with gaps where there is no value.
 
-    The axis has `limits` unless something lies beyond them; `level_at` is drawn across. `accepted_of`, the count that
-    an acceptance rate is a share of, and `share`, of attention, add a band of intervals. A calibration of few drafts is
-    left out.
+    Keys of `how`: the y axis has `limits` unless values lie beyond them; `level_at` draws a horizontal line;
+    `accepted_of` (the counts that an acceptance rate is a share of) and `share` (of attention) add a band of intervals.
+    Calibration of few drafts is left out.
     """
     value = attrgetter(how["figure"])
     least = texts("figures")["limits"]["few_drafts"] if how["figure"].startswith("calibration") else 0
@@ -95,7 +95,7 @@ def _by_depth(series: Sequence[_Series], level: float, how: Mapping[str, Any]) -
             middle, below, above = interval_edges(rates)
             colour = one.style["color"]
             axes.fill_between(one.depths, middle - below, middle + above, color=colour, alpha=0.15, linewidth=0)
-    # After the last depth that a drafter was trained for; drafters of the same depth share the line.
+    # A line after the depth that a drafter was trained to; drafters of the same depth share it.
     for trained in {one.result.trained_depth or 0 for one in series} - {0}:
         if alike := [one for one in series if one.result.trained_depth == trained < one.depths[-1]]:
             colour = MUTED if len(alike) == len(series) else alike[0].style["color"]
@@ -112,7 +112,7 @@ def _by_depth(series: Sequence[_Series], level: float, how: Mapping[str, Any]) -
 
 
 def _rows(names: Sequence[str], size: tuple[float, float], several: int = 1) -> tuple[Figure, Axes, Any]:
-    """Axes with a name at each row, from the top down, and [several, rows]: places for as many marks in each row."""
+    """Return axes with a name at each row, from the top down, and y positions [several, rows] of marks in the rows."""
     figure, axes = new_figure(size)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -175,7 +175,7 @@ def _forest(suite: SuiteResult) -> Figure | None:
 
 
 def _shares(result: DriftResult) -> dict[str, list[float]]:
-    """Attention by depth on the position classes that there was anything of, from the bottom of the stack up."""
+    """Attention by depth on the segments that occur, from the bottom of the stack up."""
     return {
         name: [one.attention.mass[name] for one in result.by_depth]
         for name in texts("pictures")["segments"]
@@ -186,7 +186,7 @@ def _shares(result: DriftResult) -> dict[str, list[float]]:
 def _attention(one: _Series) -> Figure:
     figure, axes = new_figure()
     shares, even = _shares(one.result), [depth.uniform_mass["drafted"] for depth in one.result.by_depth]
-    # A stack of one depth has no width: it gets some.
+    # A stack of a single depth would have no width.
     x, wide = (one.depths, 1) if len(one.depths) > 1 else ([0.6, 1.4], 2)
     titles, colours = zip(*(texts("pictures")["segments"][name] for name in shares), strict=True)
     bands = [share * wide for share in shares.values()]

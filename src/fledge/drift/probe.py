@@ -1,9 +1,8 @@
-"""The probe: the target answers a workload, then every round that speculation takes through it is drafted under
-observation.
+"""The probe: the target answers a workload, then every round of speculation is drafted again and recorded.
 
-answer    our engine, or vLLM; once for all drafters     tokens
-replay    the drafter that serves, recording storages    where each round begins, what it drafts, where it looks
-judge     drafts against the text                        figures by draft depth
+answer    our engine, or vLLM; once for all drafters        tokens
+replay    the drafter that serves, with recording storages  where rounds begin, their drafts, their attention
+judge     drafts against the text                           figures by draft depth
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +17,13 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import tokenizer_digests, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import Overlap
-from fledge.drift.answers import Answer, AnsweredPrompts, KeptAnswers
+from fledge.drift.answers import Answer, AnswerCache, AnsweredPrompts
 from fledge.drift.metrics import DriftSums
 from fledge.drift.perturb import Perturbation, PerturbationContext, perturb
 from fledge.drift.prompts import ProbePrompt, Segment, segmented, with_earlier_answers
-from fledge.drift.replay import MAX_SCORES, Feeding, Passage, Replay, Replayed, fusion_parts, rounds_taken
+from fledge.drift.replay import MAX_SCORES, FinishedText, Intervention, Replay, Replayed, fusion_parts, rounds_taken
 from fledge.drift.result import AnswerExample, DriftResult, ExampleToken, PromptRow
-from fledge.drift.sources import CapturedSource, OwnSource, Source, VllmServers, in_batches
+from fledge.drift.sources import EngineSource, Source, VllmServers, VllmSource, in_batches
 from fledge.drift.storages import RECENT_TOKENS
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.outputs import RoundRecord
@@ -33,46 +32,46 @@ from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetStates
 from fledge.progress import Advance
 
-VERSION = 3  # of cells and answers: raise it when a probe's figures change their meaning
-# Options of `LLM` that say how it is done and not what comes out.
+VERSION = 3  # of saved cells and answers: raise it when figures change their meaning
+# Options of `LLM` that do not change the result.
 _FREE = ("enforce_eager", "gpu_memory_utilization", "kv_cache_bytes", "max_num_seqs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """What is drafted and observed."""
+    """What is drafted and recorded."""
 
-    depth: int = 12  # to which drafting is observed; beyond the engine's depth the probe drafts on
+    depth: int = 12  # of the probe's drafts, which may be deeper than the engine's
     max_tokens: int = 128  # of each answer
-    temperature: float = 0.0  # of the target; drafts are the drafter's best tokens, as the engine drafts by default
+    temperature: float = 0.0  # of the target; drafts are always greedy, as by default in the engine
     seed: int = 0  # for temperatures above 0: prompt i is sampled with seed + i
-    sink_tokens: int = 1  # how many first tokens of a sequence count as sink
-    recent_tokens: int = RECENT_TOKENS  # how many last rows that a query sees are its recent window
+    sink_tokens: int = 1  # first tokens of a sequence that count as attention sink
+    recent_tokens: int = RECENT_TOKENS  # last visible rows that are the recent window of a query
     max_scores: int = MAX_SCORES  # attention weights that exist at a time
-    keep_examples: int = 5  # answers of lowest acceptance to keep in full
+    keep_examples: int = 5  # answers of lowest acceptance that are kept in full
 
 
 @dataclass
 class Prober:
-    """A target whose drafters are probed, one after another. Nothing is loaded before `load`."""
+    """Probes drafters of a target, one after another. Nothing is loaded before `load`."""
 
     target: str
-    workload: str  # what results call the prompts
+    workload: str  # name of the prompts in results
     settings: ProbeSettings
-    options: dict[str, Any]  # of `LLM`; with `vllm`, what of them is not the server's
-    vllm: VllmServers | None = None  # that runs the target; None: it is loaded here
-    answers: KeptAnswers = field(default_factory=KeptAnswers)
-    say: Callable[[str], None] = lambda _line: None  # about a vLLM that starts
-    drafter: str = field(default="", init=False)  # that is loaded
+    options: dict[str, Any]  # of `LLM`; with `vllm`, those that are not options of the server
+    vllm: VllmServers | None = None  # servers that run the target; None: it is loaded here
+    answers: AnswerCache = field(default_factory=AnswerCache)
+    say: Callable[[str], None] = lambda _line: None  # reports the start of a vLLM
+    drafter: str = field(default="", init=False)  # the loaded one
     source: Source = field(init=False)
 
     def identity(self, drafter: str) -> Any:
-        """JSON values: whatever a result depends on besides prompts."""
+        """Everything that a result depends on besides the prompts, as JSON values."""
         return {**self.target_identity, "drafter": weights_digest(resolve(drafter)), "settings": asdict(self.settings)}
 
     @property
     def target_identity(self) -> dict[str, Any]:
-        """What of it its answers depend on."""
+        """Everything about the target that its answers depend on."""
         target = resolve(self.target)
         return {
             "target": [self.target, weights_digest(target), tokenizer_digests(target)],
@@ -85,17 +84,17 @@ class Prober:
         if not hasattr(self, "source"):
             self.source = self._open(drafter)
         elif drafter != self.drafter:
-            self.source.exchange(drafter)
+            self.source.set_drafter(drafter)
         self.drafter = drafter
 
     def _open(self, drafter: str) -> Source:
         depth = self.settings.depth
         if self.vllm is None:
-            return OwnSource(self.target, drafter, depth, self.options)
-        return CapturedSource(self.target, drafter, depth, self.vllm, str(self.options.get("device", "auto")), self.say)
+            return EngineSource(self.target, drafter, depth, self.options)
+        return VllmSource(self.target, drafter, depth, self.vllm, str(self.options.get("device", "auto")), self.say)
 
     def close(self) -> None:
-        """End what runs in a process of its own."""
+        """End the processes that were started."""
         if hasattr(self, "source"):
             self.source.close()
 
@@ -112,7 +111,7 @@ class Prober:
     def answered(
         self, prompts: Sequence[ProbePrompt], perturbation: Perturbation, advance: Advance = lambda *_, **__: None
     ) -> AnsweredPrompts:
-        """Perturb prompts and have the target answer them, unless that is known."""
+        """Perturb the prompts and have the target answer them, unless the answers are cached."""
         perturbation, context, settings = perturbation.answered_as, self.context, self.settings
         sampling = SamplingParams(temperature=self._temperature(perturbation), max_tokens=settings.max_tokens)
 
@@ -138,7 +137,7 @@ class Prober:
         return self.settings.temperature if perturbation.temperature is None else perturbation.temperature
 
     def probe(self, answered: AnsweredPrompts, perturbation: Perturbation, advance: Advance) -> DriftResult:
-        """Observe how the drafter drafts chains of its best tokens."""
+        """Record how the drafter drafts greedy chains."""
         source, settings, tokenizer = self.source, self.settings, self.source.tokenizer
         prompts, drafter = answered.prompts, source.drafter
         in_draft = None if drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
@@ -146,7 +145,7 @@ class Prober:
         asked = zip(prompts, answered.answers, strict=True)
         overlaps = [Overlap.of(read.token_ids, answer.token_ids) for read, answer in asked]
         measured = [sums.unmeasured for _ in prompts]
-        rounds = dict[int, tuple[list[RoundRecord], list[list[int]]]]()  # by prompt: how they went, what they drafted
+        rounds = dict[int, tuple[list[RoundRecord], list[list[int]]]]()  # by prompt: records and drafts
         for i, taken, replayed in self._replayed(answered, perturbation):
             text = (*prompts[i].token_ids, *answered.answers[i].token_ids)
             measured[i] = sums.add(replayed, text, taken, self._limit, overlaps[i])
@@ -197,48 +196,50 @@ class Prober:
 
     @property
     def _limit(self) -> int:
-        """Nothing is drafted for places from this - 1 on."""
+        """Nothing is drafted for positions from `_limit` - 1 on."""
         return self.context.max_model_len
 
     def _replayed(
         self, answered: AnsweredPrompts, perturbation: Perturbation
     ) -> Iterator[tuple[int, list[RoundRecord], Replayed]]:
-        """Of each prompt that has rounds: its number, how they went, and what was seen. Several share a pass."""
+        """Yield for each prompt that has rounds its index, the rounds, and what the replay recorded."""
         settings, depth, device = self.settings, self.source.drafting_depth, self.source.drafter.fc.weight.device
-        feeding = Feeding(noise=perturbation.noise, pin=perturbation.pins, seed=settings.seed)
+        intervention = Intervention(noise=perturbation.noise, pin=perturbation.pins, seed=settings.seed)
         pairs = zip(answered.prompts, answered.answers, strict=True)
         texts = [(*read.token_ids, *answer.token_ids) for read, answer in pairs]
-        starts = [len(read.token_ids) + 1 for read in answered.prompts]  # of the first rounds
+        starts = [len(read.token_ids) + 1 for read in answered.prompts]  # of each prompt's first round
         chosen = [i for i, text in enumerate(texts) if starts[i] < min(len(text), self._limit - 1)]
-        chosen.sort(key=lambda i: len(texts[i]))  # those that share a pass should be of about one length
+        chosen.sort(key=lambda i: len(texts[i]))  # texts of about the same length share a pass
         numbered = zip(chosen, self.source.states([texts[i] for i in chosen]), strict=True)
         observed = {"recent_tokens": settings.recent_tokens, "max_scores": settings.max_scores}
         for several in in_batches(numbered, lambda pair: len(texts[pair[0]]), device):
-            passages = [self._passage(answered, i, texts[i], states) for i, states in several]
-            replay = Replay(self.source.drafter, passages, **observed)
+            finished = [self._finished_text(answered, i, texts[i], states) for i, states in several]
+            replay = Replay(self.source.drafter, finished, **observed)
             taken = [
                 rounds_taken(
                     one.starts, leading, depth=depth, known=len(one.tokens) + len(one.beyond), limit=self._limit
                 )
-                for one, leading in zip(passages, replay.leading(depth, feeding), strict=True)
+                for one, leading in zip(finished, replay.matching_drafts(depth, intervention), strict=True)
             ]
             begun = [[record.start for record in records] for records in taken]
-            drafted = replay.draft(begun, settings.depth, feeding)
+            drafted = replay.draft(begun, settings.depth, intervention)
             yield from zip([i for i, _ in several], taken, drafted, strict=True)
 
-    def _passage(self, answered: AnsweredPrompts, i: int, text: Sequence[int], states: TargetStates) -> Passage:
+    def _finished_text(
+        self, answered: AnsweredPrompts, i: int, text: Sequence[int], states: TargetStates
+    ) -> FinishedText:
         read, sinks = answered.prompts[i], self.settings.sink_tokens
         segments = [*read.segments, *[Segment.OUTPUT] * (len(text) - len(read.token_ids))]
         segments[:sinks] = [Segment.SINK] * len(segments[:sinks])
         places, beyond = range(len(read.token_ids) + 1, len(text)), answered.answers[i].beyond
-        return Passage(states=states, tokens=text, segments=segments, starts=places, beyond=beyond)
+        return FinishedText(states=states, tokens=text, segments=segments, starts=places, beyond=beyond)
 
     def answer_earlier_turns(self, prompts: Sequence[ProbePrompt]) -> list[ProbePrompt]:
         return with_earlier_answers(prompts, self.source, self.settings.max_tokens)
 
 
 def trained_depth(drafter: str | Path) -> int | None:
-    """Return the draft steps a drafter was trained on, if a file beside its weights says so."""
+    """Return the number of draft steps that a drafter was trained on, if its provenance file has it."""
     match read_json(resolve(drafter) / PROVENANCE_FILE):
         case {"recipe": {"fit": {"depth": int(depth)}}}:
             return depth
@@ -253,9 +254,9 @@ def _example_tokens(
     drafts: list[list[int]],
     in_draft: Tensor | None,
 ) -> tuple[ExampleToken, ...]:
-    """An answer token by token: which were drafted, and what had been drafted in the place of the others."""
+    """Return an answer token by token: which were drafted, and the wrong drafts in place of the others."""
     texts = [_text([token], None) for token in answer.token_ids]
-    if tokenizer is not None:  # a character of several tokens is the last one's; the others are empty
+    if tokenizer is not None:  # a character of several tokens is the text of the last one
         detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False))
         for token in answer.token_ids:
             detokenizer.push(token)

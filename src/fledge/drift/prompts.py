@@ -1,17 +1,17 @@
-r"""What drafters are probed on, and what each token of a prompt is part of: the system prompt, the template, ...
+r"""The prompts of the probe, and the segment of each of their tokens: system prompt, template, user turn, ...
 
-Prompts come with the package, or are what `fledge eval` knows by name or reads. Of a conversation the last user turn is
-answered and probed. Earlier turns without an answer (MT-Bench has such) are answered by the target first, so that every
-drafter meets the same history.
+Prompts come with the package, or are workloads of `fledge eval`. The last user turn of a conversation is answered and
+probed. Earlier turns without an answer (as in MT-Bench) are answered by the target first, so that every drafter gets
+the same history.
 
 A chat template writes role headers and separators around the messages and may trim or drop parts of them. To know
-exactly which characters came from where, the conversation is rendered a second time with marks around each text, which
-are characters that no text has:
+where each character comes from, the conversation is rendered a second time with marks (private-use characters) around
+each text:
 
     rendered    <user>what is a user?\n<assistant>          what the model reads
     marked      <user>[what is a user?]\n<assistant>        so "<user>", "\n<assistant>" are the template's
 
-which cannot be fooled by a message that looks like a header.
+This also works for messages that look like a header.
 """
 
 import re
@@ -38,9 +38,9 @@ _MARK = re.compile("([\U000f0000-\U000ffffd])")
 
 
 class Segment(IntEnum):
-    """The position classes of the probe. A prompt has all but the last two."""
+    """What a token of the text is part of. The tokens of a prompt have all but the last two."""
 
-    SINK = 0  # the first tokens of the sequence, whatever else they are
+    SINK = 0  # the first tokens of the sequence, whatever segment they would be in otherwise
     SYSTEM = 1
     USER = 2
     ASSISTANT = 3  # earlier turns
@@ -57,14 +57,14 @@ PROMPT_LABELS = LABELS[Segment.SYSTEM : Segment.OUTPUT]  # without the sink
 
 @dataclass(frozen=True, kw_only=True)
 class ProbePrompt(Prompt):
-    """A prompt of a workload, and what perturbations change beside its messages: messages, or a text, or token ids."""
+    """A prompt of a workload, with the fields besides its messages that perturbations change."""
 
     chat_template: str | None = None  # instead of the tokenizer's own, for messages
-    segments: tuple[Segment, ...] = ()  # of each of token_ids; empty: all are PROMPT
+    segments: tuple[Segment, ...] = ()  # of each token; empty: all are PROMPT
 
 
 def segmented(prompt: ProbePrompt, tokenizer: Any | None) -> ProbePrompt:
-    """Encode a prompt as `LLM` does: with its token ids, and the segment of each."""
+    """Encode a prompt as `LLM` does. Returns it with its token ids and their segments."""
     ids, segments = prompt.token_ids, prompt.segments
     if not ids:
         if tokenizer is None:
@@ -81,25 +81,25 @@ def segmented(prompt: ProbePrompt, tokenizer: Any | None) -> ProbePrompt:
             text, owners = _rendered(tokenizer, prompt.messages, prompt.chat_template)
             encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             ids = tuple(int(token) for token in encoding["input_ids"])
-            # A token that a message has any part in is the message's; one without characters is the template's.
+            # A token belongs to a message if any of its characters does; one without characters is the template's.
             several = ((one for one in owners[begin:end] if one) for begin, end in encoding["offset_mapping"])
             segments = tuple(next(own, None) or Segment.TEMPLATE for own in several)
     return replace(prompt, token_ids=ids, segments=segments or (Segment.PROMPT,) * len(ids))
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], template: str | None) -> tuple[str, list[Segment | None]]:
-    """Return a conversation as the model reads it, ready for the answer, and what each character is part of."""
+    """Return the rendered conversation with its generation prompt, and the segment of each character."""
     text = _render(tokenizer, messages, template)
     for strip in (False, True) if not _MARK.search(text) else ():
         segments: list[Segment] = []
         try:
             marked = [_marked(message, segments, strip) for message in messages]
             found = _unmarked(_render(tokenizer, marked, template), segments)
-        except PromptError:  # a template that reads what it is given, such as JSON arguments
+        except PromptError:  # a template that parses its input, such as JSON arguments
             continue
         if found is not None and found[0] == text:
             return found
-    # The template does not write marked messages alike: look for them one after another by their text.
+    # The template renders marked messages differently: search for each message by its text.
     owners: list[Segment | None] = [None] * len(text)
     cursor = 0
     for message in messages:
@@ -117,9 +117,9 @@ def _segment(message: Message) -> Segment:
 
 
 def _marked(message: Message, segments: list[Segment], strip: bool) -> dict[str, Any]:
-    """Put two marks around each text of a message that a template passes on as it is; `segments` gets what each is.
+    """Put two marks around each text of a message; `segments` gets the segment of each text.
 
-    `strip`: white space at a text's ends stays outside, where a template can trim it.
+    `strip`: white space at the ends of a text stays outside of the marks, where a template can trim it.
     """
 
     def mark(value: Any) -> Any:
@@ -129,7 +129,7 @@ def _marked(message: Message, segments: list[Segment], strip: bool) -> dict[str,
             before, _, after = value.partition(inner)
             begin, end = (chr(_FIRST_MARK + 2 * len(segments) + i) for i in (0, 1))
             segments.append(_segment(message))
-            # Of earlier answers templates leave the thinking out: the text may begin after it.
+            # Templates leave the thinking of earlier answers out, so the text may begin after it.
             return before + re.sub(r"^|</think>\s*", rf"\g<0>{begin}", inner) + end + after
         if isinstance(value, Mapping):  # templates look at types and ids
             return {key: item if key in ("type", "id") else mark(item) for key, item in value.items()}
@@ -140,7 +140,7 @@ def _marked(message: Message, segments: list[Segment], strip: bool) -> dict[str,
 
 
 def _unmarked(marked: str, segments: Sequence[Segment]) -> tuple[str, list[Segment | None]] | None:
-    """Return the text without marks and whose each character is; None if a text is cut off."""
+    """Return the text without marks and the segment of each character; None if a marked text was cut off."""
     text, owners, current = "", list[Segment | None](), None
     pieces = _MARK.split(marked)
     for piece, mark in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
@@ -163,9 +163,9 @@ def _render(tokenizer: Any, messages: Sequence[Message], template: str | None) -
 
 
 def load_probe_workload(source: str | Path, *, sample: int | None = None, seed: int = 0) -> Workload:
-    """Return a built-in workload, or what `evaluation` loads by that name; `sample` of its prompts, drawn with `seed`.
+    """Return a built-in workload, or one of `evaluation`; `sample` draws so many of its prompts with `seed`.
 
-    A built-in name comes before one of evaluation's: `instructions` is our own, `natural_instructions` the public set.
+    Built-in names take precedence: `instructions` is our own, `natural_instructions` the public set.
     """
     name = str(source)
     if name in BUILT_IN:
@@ -184,7 +184,7 @@ def has_open_turns(prompt: Prompt) -> bool:
 
 
 def with_earlier_answers(prompts: Sequence[ProbePrompt], llm: LLM | Answerer, max_tokens: int) -> list[ProbePrompt]:
-    """Have the target answer the turns before the last, without randomness. What leaves no room for it gets none."""
+    """Have the target answer the turns before the last greedily, where there is room for an answer."""
     turns = [split_turns(prompt.messages, keep_answers=True) for prompt in prompts]
     dialogues = [Dialogue(number=i, turns=several[:-1]) for i, several in enumerate(turns)]
     answer_dialogues(llm, dialogues, SamplingParams(temperature=0.0, max_tokens=max_tokens), least_room=max_tokens)

@@ -1,7 +1,7 @@
-"""The report: what a suite means in sentences, as one HTML file that needs nothing else, and as JSON; pictures beside.
+"""The report of a suite: sentences, tables and pictures in one self-contained HTML file, as JSON, and PNG files.
 
-Sentences are those of verdict.md.jinja and comparison.md.jinja; each names the section that shows its figures. Nothing
-is called better or worse unless the interval of the difference says so.
+The sentences are in verdict.md.jinja and comparison.md.jinja; each names the section that shows its figures. Nothing
+is called better or worse unless the interval of the difference excludes zero.
 """
 
 import json
@@ -33,7 +33,7 @@ from fledge.report.prose import Sentence, Tone
 from fledge.report.tables import Table
 
 REPORT_FILE, RESULTS_FILE, PICTURES = "report.html", "results.json", "figures"
-_WORDS: dict[str, Any] = {  # that all templates know
+_WORDS: dict[str, Any] = {  # names that all templates can use
     **{one.__name__: one for one in (visible, worst_of)},
     "tones": {-1: "bad", 0: "neutral", 1: "good"},  # by the sign of what should be large
     "figures": FIGURES,
@@ -44,7 +44,7 @@ _WORDS: dict[str, Any] = {  # that all templates know
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterVerdict(Record):
-    """On one drafter."""
+    """The verdict on one drafter."""
 
     drafter: str
     title: str
@@ -56,23 +56,23 @@ class DrafterVerdict(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DriftReport(Record):
-    """What a report says, for those who do not read HTML."""
+    """The content of a report, as it is written as JSON."""
 
     schema: int = 2
     setup: dict[str, str]
     verdicts: tuple[DrafterVerdict, ...]
     comparison: tuple[Sentence, ...]  # of the other drafters with the first
-    figures: dict[str, dict[str, float | None]]  # by drafter; None: infinite, as a drift depth that never comes
+    figures: dict[str, dict[str, float | None]]  # by drafter; None: infinite, such as the drift depth without drift
     suite: SuiteResult
 
 
 def setup_of(suite: SuiteResult, **about: Any) -> dict[str, str]:
-    """What a report says about how it came about (data/setup.yaml)."""
+    """Return how the report was made (data/setup.yaml), as names and texts."""
     return {name: Template(text).render(suite=suite, **about) for name, text in texts("setup").items()}
 
 
 def make_report(suite: SuiteResult, results: Results, setup: Mapping[str, str]) -> DriftReport:
-    """`results`: at least the unperturbed ones."""
+    """Return the report. `results`: at least the unperturbed ones."""
     first, *others = suite.names
     return DriftReport(
         setup=dict(setup),
@@ -91,7 +91,7 @@ def _verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> DrafterVe
     cell, trained = suite.cell(drafter), result.trained_depth or 0
 
     def beyond(of: Callable[[PromptRow], AcceptanceStatistics]) -> Comparison | None:
-        """Drafts that are right where all before are, beyond the trained depth against those up to there."""
+        """Compare the conditional acceptance of depths beyond the trained depth with that of depths up to it."""
         if not trained or not cell.acceptance_length:
             return None
         several = [(row.id, of(row)) for row in result.prompt_rows]
@@ -124,13 +124,13 @@ def _verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> DrafterVe
 
 
 def _side_by_side(suite: SuiteResult, results: Results, one: str, other: str) -> list[Sentence]:
-    """One drafter against another, over the prompts that both have."""
+    """Compare one drafter with another, over the prompts that both have."""
     bootstrap = Bootstrap(level=suite.level)
     pair = results[one, UNPERTURBED], results[other, UNPERTURBED]
     depth = min(len(result.by_depth) for result in pair)
 
     def lengths(names: Sequence[str]) -> Comparison | None:
-        """Acceptance lengths under these perturbations together, as far as both were measured."""
+        """Compare the pooled acceptance lengths under these perturbations, as far as both were measured."""
         shared = [name for name in names if (one, name) in results and (other, name) in results]
         sides = [acceptance_counts(*(results[drafter, name] for name in shared)) for drafter in (one, other)]
         return bootstrap.compare(sides[0], sides[1], offset=1.0) if shared else None
@@ -147,7 +147,7 @@ def _side_by_side(suite: SuiteResult, results: Results, one: str, other: str) ->
 
 
 def write_report(directory: Path, report: DriftReport, results: Results) -> None:
-    """Write report.html, results.json and figures/*.png. Each is there in full or not at all."""
+    """Write report.html, results.json and figures/*.png, each file atomically."""
     pictures = directory / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
     base = {name: results[name, UNPERTURBED] for name in report.suite.names}
@@ -163,7 +163,7 @@ def write_report(directory: Path, report: DriftReport, results: Results) -> None
 
 
 def render(report: DriftReport, results: Results, drawn: Sequence[Chart]) -> str:
-    """Return the page. Whatever comes from models, prompts or the command line is escaped."""
+    """Return the HTML page. All text of models, prompts and the command line is escaped."""
     suite = report.suite
     ratios = [cell.compared.ratio for cell in suite.cells if cell.compared is not None]
     end = max([1.2, *(min(ratio.high or ratio.value, 3.0) for ratio in ratios)])
@@ -183,14 +183,14 @@ def render(report: DriftReport, results: Results, drawn: Sequence[Chart]) -> str
 
 
 def _title(chart: Chart, suite: SuiteResult) -> str:
-    """What a picture is called where it stands by itself."""
+    """The title of a picture outside of the page."""
     if chart.drafter is None:
         return chart.title
     return f"{suite.titles[chart.drafter]}: {chart.title[0].lower()}{chart.title[1:]}"
 
 
 def print_report(report: DriftReport, page: Path) -> None:
-    """In a terminal: a table, what is said, and where the page is."""
+    """Print a table, the sentences and the path of the page."""
     columns = {
         "drift": "{drift}",
         "recent attention": "{recent[0]:.0f} → {recent[1]:.0f}%",

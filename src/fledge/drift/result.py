@@ -1,4 +1,4 @@
-"""What a probe found, as plain values: written as JSON, read back the same. `docs/drift.md` has every formula."""
+"""Results of a probe as plain values, which are written as JSON and read back. `docs/drift.md` has the formulas."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class AttentionMeans(Record):
     """Where attention goes, mean over rounds (and over layers and heads, or of one head)."""
 
     mass: dict[str, float]  # by segment label; sums to 1
-    recent: float  # mass of the last rows, as many at every depth, whatever segment they are of
+    recent: float  # mass on the recent window: the last rows, as many at every depth, of any segment
     entropy: float  # nats
-    normalised_entropy: float  # entropy over the logarithm of the rows that could be seen: 1 is uniform
+    normalised_entropy: float  # entropy divided by the logarithm of the number of visible rows: 1 is uniform
     distance: float  # tokens from query to key, weighted by attention
 
 
@@ -43,7 +43,7 @@ class CalibrationBin(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Record):
-    """Is a draft of 80 % confidence right in 80 % of cases? Of drafts whose predecessors all stood."""
+    """Whether a draft of 80 % confidence is right in 80 % of cases. Over drafts whose predecessors were accepted."""
 
     bins: tuple[CalibrationBin, ...]
     error: float | None  # expected calibration error: mean distance of confidence and share right, by count
@@ -51,27 +51,27 @@ class Calibration(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DepthMetrics(Record):
-    """One draft depth. Means are over all rounds that drafted this deep, whether their drafts stood or not."""
+    """One draft depth. Means are over all rounds that drafted this deep, whether drafts were accepted or not."""
 
     depth: int  # from 1
     rounds: int
     attention: AttentionMeans
     heads: tuple[HeadAttention, ...]
-    uniform_mass: dict[str, float]  # what attention that looks everywhere alike would have: share of the visible rows
+    uniform_mass: dict[str, float]  # mass of uniform attention: share of the visible rows
     hidden_rms: float  # before the final norm
     head_rms: float  # after it
-    feature_rms: float  # of what the next depth is fed
+    feature_rms: float  # of the state that is fed to the next depth
     hidden_growth: float  # relative to depth 1 of the same rounds; the next two alike
     head_growth: float
     feature_growth: float
     confidence: float  # the drafter's probability of its draft
-    acceptance: float | None  # share of rounds, of those that do not begin in repetition, whose draft here stood
-    conditional_acceptance: float | None  # the same among those in which all earlier drafts stood
-    reached: int  # rounds in which all earlier drafts were right, and the text tells about this one
-    missed: int  # of these, those that are wrong here
-    missed_outside_vocabulary: int  # of these, those whose right token cannot be drafted
-    head_cosine: float | None  # of what the head reads with the target's final state, where all drafts before are right
-    feature_cosine: float | None  # of what is fed on with what the target's state there would have fed
+    acceptance: float | None  # share of rounds whose draft here was accepted, without rounds that begin in repetition
+    conditional_acceptance: float | None  # the same of rounds in which all earlier drafts were accepted
+    reached: int  # rounds in which all earlier drafts are right, and the text has a token for this one
+    missed: int  # of these, rounds whose draft here is wrong
+    missed_outside_vocabulary: int  # of these, rounds whose right token is not in the draft vocabulary
+    head_cosine: float | None  # of the state the head reads with the target's final state, if earlier drafts are right
+    feature_cosine: float | None  # of the state fed to the next depth with the feature made of the target's states
     calibration: Calibration
 
     @property
@@ -84,13 +84,13 @@ class DepthMetrics(Record):
 
     @property
     def prompt_attention(self) -> float:
-        """Attention on the prompt, whatever part of it, but for the sink."""
+        """Attention on all segments of the prompt without the sink."""
         return sum(self.attention.mass[label] for label in PROMPT_LABELS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusionShare(Record):
-    """The part of one input in the sum that fc forms."""
+    """How much one input of fc contributes to its output."""
 
     part: str  # "layer 2", ...
     share: float  # norm of its contribution over the sum of all norms, mean over rounds
@@ -99,18 +99,18 @@ class FusionShare(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRow(Record):
-    """One prompt, for resampling: counts add up, curves are means over its rounds."""
+    """One prompt, the unit of resampling. Curves are means over its rounds."""
 
     id: str
     category: str
     prompt_tokens: int
     output_tokens: int
     repeated_tokens: int  # of the output
-    copied_tokens: int | None = None  # of the output, from the prompt; None: of an earlier version
+    copied_tokens: int | None = None  # of the output, from the prompt; None: written by an earlier version
     tally: Tally
     fresh_tally: Tally  # of the rounds that do not begin in repetition
     novel_tally: Tally = ()  # of these, those that do not begin in a copy of the prompt either
-    rounds_by_depth: tuple[int, ...]  # that drafted to each depth: what the curves are means over
+    rounds_by_depth: tuple[int, ...]  # rounds that drafted to each depth, over which the curves are means
     recent_attention: Curve
     sink_attention: Curve
 
@@ -130,16 +130,16 @@ class PromptRow(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleToken(Record):
-    """A token of an answer. `own`: the target's, with no draft to compare; `outside`: no draft could be right here."""
+    """A token of an answer. `own`: there was no draft for it; `outside`: it is not in the draft vocabulary."""
 
     text: str
     status: Literal["accepted", "rejected", "outside", "own"]
-    draft: str | None = None  # what had been drafted in its place, where that was wrong
+    draft: str | None = None  # the wrong draft in its place
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerExample(Record):
-    """An answer in which the drafter did badly, token by token."""
+    """An answer of low acceptance, token by token."""
 
     id: str
     category: str
@@ -155,23 +155,23 @@ class DriftResult(Record):
     schema: int = 2
     drafter: str
     variant: str  # "EAGLE-3.1", ...
-    norm_output: bool  # the state fed on comes from a norm: its size is the same by construction
+    norm_output: bool  # the state fed to the next depth is normed, so its RMS is constant by construction
     target: str
     workload: str
     perturbation: str | None
     temperature: float
     trained_depth: int | None  # draft steps it was trained on, where its provenance says so
     depth: int  # to which the probe drafted
-    engine_depth: int  # to which the engine drafts: where its rounds begin follows from that
+    engine_depth: int  # to which the engine drafts, which decides where rounds begin
     prompts: int
     prompt_tokens: int
     output_tokens: int
     recent_tokens: int  # rows of the recent window
-    tally: Tally  # of acceptance to `depth`: the engine's rounds, drafted on where it stopped earlier
+    tally: Tally  # of acceptance to `depth`: the engine's rounds, drafted deeper by the probe
     fresh_tally: Tally  # of the rounds among them that do not begin in repetition
     engine_tally: Tally  # to `engine_depth`
     by_depth: tuple[DepthMetrics, ...]
-    fused_rms: float | None  # of the feature from the target that depth 1 is fed
+    fused_rms: float | None  # of the fused target feature, which is fed to depth 1
     fusion_shares: tuple[FusionShare, ...]
     calibration: Calibration  # all depths together
     prompt_rows: tuple[PromptRow, ...]
@@ -187,29 +187,29 @@ class DriftResult(Record):
 
     @property
     def repeated_share(self) -> float:
-        """Of the output tokens, those inside an 8-gram that was in the same answer before."""
+        """Share of the output tokens inside an 8-gram that occurred earlier in the same answer."""
         return sum(row.repeated_tokens for row in self.prompt_rows) / max(1, self.output_tokens)
 
     @property
     def copied_share(self) -> float | None:
-        """Of the output tokens, those inside an 8-gram that the prompt had; None where a prompt does not tell."""
+        """Share of the output tokens inside an 8-gram of the prompt; None if it is unknown for some prompt."""
         counts = [row.copied_tokens for row in self.prompt_rows]
         known = [count for count in counts if count is not None]
         return sum(known) / max(1, self.output_tokens) if len(known) == len(counts) else None
 
     @property
     def novel_acceptance(self) -> AcceptanceStatistics:
-        """Of the rounds that begin neither in repetition nor in a copy of the prompt, where prompts tell."""
+        """Acceptance without the rounds that begin in repetition or in a copy of the prompt."""
         return statistics_of(triple for row in self.prompt_rows for triple in row.novel_tally)
 
     @property
     def outside_vocabulary(self) -> float | None:
-        """Share of all misses whose right token cannot be drafted."""
+        """Share of all misses whose right token is not in the draft vocabulary."""
         missed = sum(depth.missed for depth in self.by_depth)
         return sum(depth.missed_outside_vocabulary for depth in self.by_depth) / missed if missed else None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: the fields, and the figures that follow from them, which `from_dict` ignores."""
+        """JSON values: the fields, and derived figures, which `from_dict` ignores."""
         return super().to_dict() | {
             "rounds": self.acceptance.rounds,
             "outside_vocabulary": self.outside_vocabulary,

@@ -1,11 +1,11 @@
-"""Where a probe's text and the target's states come from: a target that is loaded here, or one that vLLM runs.
+"""Where the probe gets the target's answers and hidden states: from our engine, or from vLLM.
 
-    OwnSource         our engine: text; one more pass of the target: states
-    CapturedSource    vLLM: text; its connector: states
+    EngineSource    our engine generates the text; one more pass of the target gives the states
+    VllmSource      vLLM generates the text; its connector writes the states
 
-Neither drafts. A round drafts what follows from the verified text before it, and the target's choices are the text; so
-the rounds that speculation would have taken are known without taking them. The second never loads the target: of its
-checkpoint only embedding, final norm and head are read.
+Neither uses the drafter to generate. What a round drafts depends only on the verified text before it, and the text is
+what the target chose, so the rounds that speculation would have taken are known without running it. `VllmSource` never
+loads the target: it reads only the embedding, final norm and head of its checkpoint.
 """
 
 import copy
@@ -40,18 +40,18 @@ from fledge.vllm_states import hosts as servers
 from fledge.vllm_states.files import CapturedLayers, StateFiles, StateReader
 
 CONCURRENCY = 32  # requests at once, at each vLLM
-MAX_BYTES = 4 << 30  # of states that are written and not yet read
-MAX_ROWS, MAX_ROWS_ON_CPU = 1 << 15, 1 << 11  # tokens of several texts that are read together
-KEPT_BYTES = 2 << 30  # of states that are kept for other drafters
+MAX_BYTES = 4 << 30  # of states that vLLM has written and that are not yet read
+MAX_ROWS, MAX_ROWS_ON_CPU = 1 << 15, 1 << 11  # tokens of several texts in one pass
+KEPT_BYTES = 2 << 30  # of states that are cached for other drafters
 
 
 _T = TypeVar("_T")
-_Text = tuple[tuple[int, ...], tuple[int, ...]]  # layers that are read, and tokens
-Told = Callable[[int, int], None]  # how many prompts of how many are answered
+_Text = tuple[tuple[int, ...], tuple[int, ...]]  # aux layers, and tokens
+ProgressCallback = Callable[[int, int], None]  # prompts answered, and prompts in all
 
 
 class Source(Protocol):
-    """What a `Prober` asks of whoever has the target. It has a drafter, which can be exchanged."""
+    """Gives a `Prober` the target's answers and states, and a drafter that can be exchanged."""
 
     tokenizer: Any | None
     max_model_len: int
@@ -62,36 +62,36 @@ class Source(Protocol):
 
     @property
     def drafting_depth(self) -> int:
-        """Of the rounds that follow from the text."""
+        """Depth of the rounds that are derived from the text."""
         ...
 
-    def exchange(self, drafter: str) -> None: ...
+    def set_drafter(self, drafter: str) -> None: ...
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[SamplingParams],
         *,
-        progress: Told | None = None,
+        progress: ProgressCallback | None = None,
     ) -> list[RequestOutput]: ...
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], progress: Told
+        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], progress: ProgressCallback
     ) -> list[Answer]:
-        """What `generate` gives, and what the target would have said next, where the source can tell."""
+        """The answers that `generate` gives, and the tokens that would have followed, if the source knows them."""
         ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
     def states(self, texts: Iterable[Sequence[int]]) -> Iterator[TargetStates]:
-        """What the drafter reads of each text, [tokens, ...] each, in this order."""
+        """The states of each text that the drafter reads, [tokens, ...] each, in this order."""
         ...
 
     def close(self) -> None: ...
 
 
-class OwnSource:
-    """A target of ours, which stays loaded while drafters are exchanged."""
+class EngineSource:
+    """A target in our engine, which stays loaded while drafters are exchanged."""
 
     drafter: Drafter
 
@@ -103,9 +103,9 @@ class OwnSource:
         self.tokenizer, self.max_model_len = self.llm.tokenizer, self.llm.max_model_len
         self.vocab_size = self.llm.target.config.vocab_size
         self._kept: dict[_Text, TargetStates] = {}
-        self.exchange(drafter)
+        self.set_drafter(drafter)
 
-    def exchange(self, drafter: str) -> None:
+    def set_drafter(self, drafter: str) -> None:
         target = self.llm.target
         self.drafter = load_drafter(resolve(drafter), target, target_directory=self._directory).requires_grad_(False)
         if self.llm.config.pack_weights:
@@ -116,12 +116,12 @@ class OwnSource:
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[SamplingParams],
         *,
-        progress: Told | None = None,
+        progress: ProgressCallback | None = None,
     ) -> list[RequestOutput]:
         return self.llm.generate(prompts, sampling_params, progress=progress)
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], progress: Told
+        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], progress: ProgressCallback
     ) -> list[Answer]:
         ends, several = set(self.llm.eos_ids), list[Answer]()
         longer = [
@@ -139,7 +139,7 @@ class OwnSource:
         return self.llm.encode_chat(messages)
 
     def states(self, texts: Iterable[Sequence[int]]) -> Iterator[TargetStates]:
-        """They are the same for all drafters that read these layers: what there is room for is kept."""
+        """All drafters that read the same layers get the same states, so they are cached while there is room."""
         layers, wanted = self.drafter.aux_layer_ids, [tuple(text) for text in texts]
         for several in in_batches(wanted, len, self.llm.target.embed_tokens.weight.device):
             missing = [text for text in dict.fromkeys(several) if (layers, text) not in self._kept]
@@ -149,7 +149,7 @@ class OwnSource:
             self._keep({(layers, text): states for text, states in found.items()}, {(layers, text) for text in wanted})
 
     def _keep(self, new: Mapping[_Text, TargetStates], wanted: Container[_Text]) -> None:
-        """Keep states; in their place go those that are not wanted now, the oldest first."""
+        """Cache states. To make room, states of texts that are not `wanted` are dropped, the oldest first."""
         room = KEPT_BYTES - sum(map(_bytes, self._kept.values()))
         for key, states in new.items():
             for old in [one for one in self._kept if one not in wanted]:
@@ -165,9 +165,9 @@ class OwnSource:
 
 
 def in_batches(items: Iterable[_T], size: Callable[[_T], int], device: torch.device) -> Iterator[list[_T]]:
-    """Yield texts in turn, those that are to be read together in a list: no more tokens than are good for a device.
+    """Yield the texts in batches with as many tokens as suit the device.
 
-    A GPU wants few launches, a CPU what its caches hold.
+    A GPU is fast with few launches, a CPU with batches that fit into its caches.
     """
     most = MAX_ROWS_ON_CPU if device.type == "cpu" else MAX_ROWS
     batch, total = list[_T](), 0
@@ -187,18 +187,18 @@ def _bytes(states: TargetStates) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmServers:
-    """The vLLM that runs the target: at `urls`, or started here. It writes states to `storage`."""
+    """The vLLM servers that run the target: at `urls`, or one started here. They write states to `storage`."""
 
-    drafters: tuple[str, ...]  # all that will be probed: one server has the layers of each
+    drafters: tuple[str, ...]  # all that will be probed: the server captures the layers of each
     storage: Path
     urls: tuple[str, ...] = ()
     python: str | None = None
-    options: tuple[str, ...] = ()  # words of the command line of a server that is started
+    options: tuple[str, ...] = ()  # command-line arguments of a server that is started here
     dtype: str = "auto"
     max_model_len: int | None = None
 
     def config(self, target: str) -> TargetConfig:
-        """What the server runs. Raises ConfigError for a target whose states vLLM does not give."""
+        """Config of the target in the server's dtype. Raises ConfigError if vLLM cannot give the target's states."""
         directory = resolve(target)
         if (reason := servers.missing_states(directory)) is not None:
             raise ConfigError(f"--engine vllm: {reason}")
@@ -206,7 +206,7 @@ class VllmServers:
         return config if dtype is None else replace(config, dtype=str(dtype).removeprefix("torch."))
 
     def layers(self, target: str) -> CapturedLayers:
-        """All that any of the drafters reads. Raises CheckpointError where one is not for this target."""
+        """The layers that any of the drafters reads. Raises CheckpointError if one is not for this target."""
         directory, config = resolve(target), self.config(target)
         ids = set[int]()
         for name in self.drafters:
@@ -216,19 +216,19 @@ class VllmServers:
         return CapturedLayers.of(config, weights_digest(directory), tuple(sorted(ids)))
 
     def words(self, target: str) -> list[str]:
-        """The words after the model of a server's command line."""
+        """The server's command-line arguments after the model."""
         config = self.config(target)
         longest = min(self.max_model_len or config.max_positions, config.max_positions)
         words = ["--dtype", config.dtype, "--max-model-len", str(longest), "--generation-config", "vllm"]
         return [*words, *servers.capture_options(self.layers(target), self.storage), *self.options]
 
     def command(self, target: str) -> str:
-        """What to type where a server of `urls` shall run."""
+        """The command that starts a server for `urls` on another machine."""
         return servers.server_command(str(resolve(target)), self.words(target), self.python)
 
 
-class CapturedSource:
-    """A target that vLLM runs. Here are its embedding, its final norm, its head, and the drafter."""
+class VllmSource:
+    """A target that vLLM runs. Only its embedding, final norm and head are loaded here, and the drafter."""
 
     drafter: Drafter
 
@@ -250,7 +250,7 @@ class CapturedSource:
         if vllm.urls:
             opened = servers.connect_hosts(vllm.urls)
         else:
-            self._stack.callback(files.clean, ())  # what was asked for and not read
+            self._stack.callback(files.clean, ())  # removes states that were asked for and not read
             log, words = vllm.storage / "vllm.log", vllm.words(target)
             opened = servers.start_host(str(self._directory), words, python=vllm.python, log_file=log, say=say)
         hosts = self._stack.enter_context(opened)
@@ -260,15 +260,15 @@ class CapturedSource:
             self._answers = servers.VllmAnswers(hosts, stop_ids(self._directory), concurrency=CONCURRENCY)
             servers.check_serves(hosts, self._reader, ends.lm_head.weight)
             self._ends = ends.to(device=self._device, dtype=self._dtype)
-            self.exchange(drafter)
+            self.set_drafter(drafter)
         except BaseException:
             self._stack.close()
             raise
         self._in_flight = CONCURRENCY * len(hosts.addresses)
-        # A text whose states are asked for is a prompt there, and one token follows it.
+        # To get the states of a text, it is sent as a prompt, and vLLM generates one token after it.
         self.max_model_len = min(vllm.max_model_len or hosts.max_model_len, hosts.max_model_len - 1)
 
-    def exchange(self, drafter: str) -> None:
+    def set_drafter(self, drafter: str) -> None:
         loaded = load_drafter(resolve(drafter), self._config, target_directory=self._directory)
         self.drafter = loaded.to(device=self._device, dtype=self._dtype).requires_grad_(False)
         self.drafter.share_with(self._ends)
@@ -278,12 +278,12 @@ class CapturedSource:
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[SamplingParams],
         *,
-        progress: Told | None = None,
+        progress: ProgressCallback | None = None,
     ) -> list[RequestOutput]:
         return self._answers.generate(prompts, sampling_params, progress=progress)
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], progress: Told
+        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], progress: ProgressCallback
     ) -> list[Answer]:
         outputs = self.generate(prompts, sampling_params, progress=progress)
         return [Answer(tuple(output.outputs[0].token_ids)) for output in outputs]

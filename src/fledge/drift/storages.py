@@ -1,15 +1,15 @@
-"""Where keys and values live while finished sequences are drafted again: storages that record where attention goes.
+"""`KeyValueStorage`s of the probe, which record where attention goes while finished texts are drafted again.
 
-The drafter is the module that serves; only its storage is different. `VerifiedRows` is its pass over the verified text,
-`DraftedRows` the draft steps of many rounds at once: a round sees the verified rows of its sequence up to its own slot,
-as serving does after each resynchronisation, and the rows it drafted itself.
+The drafter is the same module that serves; only its storage is different. `VerifiedRows` is the storage of its pass
+over the verified text, `DraftedRows` that of the draft steps of many rounds at once. A round sees the verified rows of
+its sequence up to its own slot, as in serving after each resynchronisation, and the rows that it drafted itself.
 
                 verified rows        drafted by round 0   drafted by round 1
     round 0     x x x . . .          x x                  . .
     round 1     x x x x x .          . .                  x x
 
-Several sequences share a pass. Their rows lie one after another, without gaps, in all that is done row by row;
-attention alone wants them as a batch, padded (`Rows`). Its weights are reduced to position classes at once.
+Several sequences share a pass. Outside attention their rows lie one after another, without gaps; for attention they
+are padded to a batch (`Rows`). Attention weights are summed up by segment at once and not kept.
 """
 
 from collections import Counter
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from fledge.drift.prompts import Segment
 from fledge.kernels.paged_attention import masked_attention, window_at
-from fledge.layers.attention import AttentionSpec, Heads
+from fledge.layers.attention import AttentionSpec, Heads, at_least_float32
 
 RECENT_TOKENS = 4
-_WINDOW_CHUNK = 1024  # queries of a layer with a sliding window that are computed together
+_WINDOW_CHUNK = 1024  # queries of a layer with a sliding window in one block
 
 
 class Rows:
@@ -55,7 +55,7 @@ class Rows:
 
 
 class CausalPass:
-    """`KeyValueStorage` for one pass of a target over sequences (None: one). Keeps nothing, forms no square matrix."""
+    """`KeyValueStorage` for one pass of a target over sequences (None: one sequence). Keeps no keys and values."""
 
     def __init__(self, rows: Rows | None = None) -> None:
         self._rows = rows
@@ -69,7 +69,7 @@ class CausalPass:
 
 
 class Rounds:
-    """Some rounds, by their numbers among the `begins` of `VerifiedRows`, ascending, which draft together.
+    """Some rounds that draft together: ascending indices into the `begins` of `VerifiedRows`.
 
     `last` [sequences] is the last row of each sequence.
     """
@@ -79,7 +79,7 @@ class Rounds:
         chosen = [begins[number] for number in numbers]
         counts = Counter(sequence for sequence, _ in chosen)
         present, device = list(counts), last.device
-        is_run = len(present) == present[-1] - present[0] + 1  # a slice of all sequences is no copy
+        is_run = len(present) == present[-1] - present[0] + 1  # a slice avoids a copy
         self.sequences = slice(present[0], present[-1] + 1) if is_run else torch.tensor(present, device=device)
         self.rows = Rows(list(counts.values()), device)
         self.index = torch.tensor(self.numbers, device=device)
@@ -90,14 +90,16 @@ class Rounds:
 
 
 class VerifiedRows:
-    """`KeyValueStorage` for the drafter's pass over verified rows of sequences, which it keeps.
+    """`KeyValueStorage` for the drafter's pass over the verified rows of sequences; keeps their keys and values.
 
-    `begins`, ascending, are the (sequence, slot) from which rounds may begin to draft. `segments` [total] int64 says
-    what each row is part of, `recent_tokens` how many of the last rows that a query sees, its own among them, are its
-    recent window. `layers` has of each layer what it is, the queries [begins, heads, head_dim], and for all sequences
-    keys and values [sequences, kv_heads, longest, dim], at least float32. Beside the values are the columns that
-    attention is summed up by: one for each segment, and the distance from the sequence's last row. The rounds are near
-    that, and distances to far rows should not drown those to near ones.
+    `begins` are the (sequence, slot) pairs from which rounds may begin to draft, ascending. `segments` [total] int64 is
+    the segment of each row. `recent_tokens`: the recent window of a query is so many of the last rows that it sees,
+    its own included.
+
+    `layers` has for each layer its spec, the queries [begins, heads, head_dim], and for all sequences the keys and
+    values [sequences, kv_heads, longest, dim], at least float32. The values have extra columns by which attention is
+    summed up: one for each segment, and the distance from the sequence's last row. (From the last row, because rounds
+    are near it: measured from the first, large distances would cost the small ones their precision.)
     """
 
     def __init__(
@@ -124,21 +126,21 @@ class VerifiedRows:
         return self.rows.flat(causal_attention(*batch, scale=spec.scale, window=spec.sliding_window))
 
     def keep(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keep of a layer the queries of `begins` and, as a batch [sequences, longest, kv_heads, dim], its rows."""
-        keys, values = (_wide(side).transpose(1, 2) for side in (key, value))
+        """Keep a layer's queries of `begins`, and its keys and values [sequences, longest, kv_heads, dim]."""
+        keys, values = (at_least_float32(side).transpose(1, 2) for side in (key, value))
         columns = self._columns.to(values.dtype).expand(-1, values.shape[1], -1, -1)
         self.layers.append((spec, query, keys.contiguous(), torch.cat([values, columns], dim=-1)))
 
     @property
     def window(self) -> int | None:
-        """The widest of all layers; None: a layer sees everything."""
+        """The widest window of all layers; None: some layer has full attention."""
         windows = [spec.sliding_window for spec, *_ in self.layers]
         return None if None in windows else max(window for window in windows if window is not None)
 
     def rounds(self, numbers: Sequence[int]) -> Rounds:
         return Rounds(numbers, self.begins, self.rows.lengths - 1)
 
-    def look(
+    def attend_and_record(
         self,
         layer: int,
         rounds: Rounds,
@@ -147,18 +149,18 @@ class VerifiedRows:
         *,
         records: bool = True,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Attend from query [rounds, heads, head_dim] of some rounds to verified and `own` rows of a layer.
+        """Attend from the queries [rounds, heads, head_dim] of some rounds to verified and `own` rows of a layer.
 
-        `own` are the keys and values, each [sequences, most rounds, n, kv_heads, dim], that each round drafted, its
-        current row the last. Returns the attention [rounds, heads, value_dim] and where it went, [rounds, heads, ...]
-        each: `mass` over segments, which sums to 1, `recent`, that of the recent window, whose size is the same at
-        every depth, `entropy` in nats, and `distance`, the mean in tokens from query to key; without `records` nothing.
+        `own` are the keys and values that each round drafted, each [sequences, most rounds, n, kv_heads, dim]; its
+        current row is the last. Returns the attention [rounds, heads, value_dim] and, with `records`, where it went,
+        [rounds, heads, ...] each: `mass` by segment, which sums to 1; `recent`, the mass on the recent window, whose
+        size is the same at every depth; `entropy` in nats; `distance`, the mean distance in tokens from query to key.
         """
         spec, _, *sides = self.layers[layer]
         rows, seen, device = rounds.rows, rounds.seen, query.device
         keys, values = (side[rounds.sequences][:, :, :seen] for side in sides)  # [sequences, kv, seen, dim]
         slots = rounds.padded_slots
-        padded = rows.pad(_wide(query))
+        padded = rows.pad(at_least_float32(query))
         grouped = padded.view(*padded.shape[:2], keys.shape[1], -1, padded.shape[-1])
         wide = grouped.transpose(1, 2) * spec.scale  # [sequences, kv, rounds, group, dim]
         shape = wide.shape[:4]
@@ -204,9 +206,9 @@ class VerifiedRows:
 
 
 class DraftedRows:
-    """`KeyValueStorage` for up to `steps` draft steps of some rounds, [rounds] leading: pass k is that at depth k + 2.
+    """`KeyValueStorage` for up to `steps` draft steps of some rounds, [rounds] leading: pass k is depth k + 2.
 
-    `records` are those of the last draft step, by layer, for whoever reads them to take away; None: nobody does.
+    `records` are the records of the last draft step by layer; the reader empties the list. None: nothing is recorded.
     """
 
     def __init__(self, verified: VerifiedRows, rounds: Rounds, steps: int, *, records: bool = True) -> None:
@@ -217,11 +219,11 @@ class DraftedRows:
         self.records: list[dict[str, Tensor]] | None = None
         if records:  # the first draft comes from the verified text alone
             layers = enumerate(verified.layers)
-            self.records = [verified.look(i, rounds, kept[1][rounds.index])[1] for i, kept in layers]
+            self.records = [verified.attend_and_record(i, rounds, kept[1][rounds.index])[1] for i, kept in layers]
 
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         query, *sides = heads.finished()
-        new = [self.rounds.rows.pad(_wide(side)) for side in sides]
+        new = [self.rounds.rows.pad(at_least_float32(side)) for side in sides]
         if spec.layer not in self._own:
             keys, values = (x.new_zeros(*x.shape[:2], self._steps, *x.shape[2:]) for x in new)
             self._own[spec.layer] = keys, values
@@ -231,13 +233,15 @@ class DraftedRows:
             kept[:, :, number] = x
         keys, values = (kept[:, :, : number + 1] for kept in self._own[spec.layer])
         records = self.records is not None
-        mixed, record = self._verified.look(spec.layer, self.rounds, query, (keys, values), records=records)
+        mixed, record = self._verified.attend_and_record(
+            spec.layer, self.rounds, query, (keys, values), records=records
+        )
         if self.records is not None:
             self.records.append(record)
         return mixed
 
     def only(self, which: Sequence[int]) -> "DraftedRows":
-        """The same for some of the rounds, which go on without the others."""
+        """Return the storage of some of the rounds, which continue without the others."""
         old, rounds = self.rounds, self._verified.rounds([self.rounds.numbers[i] for i in which])
         left = DraftedRows(self._verified, rounds, self._steps, records=False)
         index = torch.tensor(which, device=old.slots.device)
@@ -258,14 +262,13 @@ def causal_attention(
     chunked: bool = False,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of all rows of sequences. query [sequences, n, heads, head_dim], key and value [.., kv_heads, dim].
+    """Causal attention of whole sequences: query [sequences, n, heads, head_dim], key and value [.., kv_heads, dim].
 
-    Rows that pad a sequence are at its end, where none of its own sees them. `window`, `chunked`, `sinks` [heads]: as
-    of `paged_attention`.
+    Padding is at the end of a sequence, where its own rows do not see it. `window`, `chunked` and `sinks` [heads] are
+    those of `paged_attention`.
     """
     group, rows = query.shape[2] // key.shape[2], query.shape[1]
-    # Heads before rows. Keys and values are repeated, because not every backend that avoids the square matrix takes
-    # grouped heads.
+    # Keys and values are repeated, because not every memory-efficient backend supports grouped heads.
     query = query.transpose(1, 2)
     key, value = (side.repeat_interleave(group, dim=2).transpose(1, 2) for side in (key, value))
     window = rows if window is None else window
@@ -280,7 +283,3 @@ def causal_attention(
         queries, keys, values = query[:, :, low:high], key[:, :, start:high], value[:, :, start:high]
         parts.append(masked_attention(queries, keys, values, visible, scale, None if sinks is None else sinks[:, None]))
     return torch.cat(parts, dim=2).transpose(1, 2)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,12 +1,12 @@
-"""Drafters times perturbations: every cell probed once, kept in a file, and compared with the unperturbed run.
+"""Probes every drafter under every perturbation, and compares each cell with the drafter's unperturbed run.
 
-    DIRECTORY/conversations.json           the workload with the target's answers to earlier turns, where it had none
+    DIRECTORY/conversations.json           the workload, with the target's answers to earlier turns that had none
     DIRECTORY/cells/DRAFTER/NAME.json      one probe's full result, or why there is none
     DIRECTORY/suite.json                   the comparison
 
-A cell's file is written in full or not at all, and names by a key what it depends on: an interrupted run goes on where
-it stopped, and a changed drafter, workload or setting is probed anew. The named figures of the comparison
-(data/figures.yaml) are what verdicts state and `--fail-if 'al_drop>0.2'` checks.
+A cell's file is written atomically and contains a digest of everything it depends on: an interrupted run is resumed,
+and a cell is probed again if the drafter, workload or settings have changed. The named figures of the comparison
+(data/figures.yaml) are those in verdicts and in conditions such as `--fail-if 'al_drop>0.2'`.
 """
 
 import math
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fledge.drift.change import AttentionChange, attention_change, compare_changes
+from fledge.drift.change import FEW_PROMPTS, AttentionChange, attention_change, compare_changes
 from fledge.drift.perturb import UNPERTURBED, Perturbation, parse_perturbation, texts
 from fledge.drift.probe import VERSION, Prober
 from fledge.drift.prompts import ProbePrompt, has_open_turns
@@ -41,7 +41,7 @@ _CONDITION = re.compile(r"\s*([A-Za-z_0-9]+)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteCell(Record):
-    """One drafter under one perturbation, and what that comes to, where it was measured."""
+    """One drafter under one perturbation, with its figures if it was measured."""
 
     drafter: str
     perturbation: str
@@ -50,15 +50,15 @@ class SuiteCell(Record):
     skip: str | None  # why there is no result
     prompts: int = 0
     rounds: int = 0
-    acceptance_length: Interval | None = None  # this and all that is compared: without repetition
+    acceptance_length: Interval | None = None  # without rounds that begin in repetition, as in all comparisons
     acceptance_length_with_repetition: float | None = None  # over all rounds
-    acceptance_length_without_copies: float | None = None  # nor rounds that begin in a copy of the prompt
+    acceptance_length_without_copies: float | None = None  # also without rounds that begin in a copy of the prompt
     repeated_share: float | None = None  # of the output tokens
     copied_share: float | None = None  # of the output tokens, from the prompt
     compared: Comparison | None = None  # acceptance length against the unperturbed run
     drift: dict[str, Any] | None = None  # see `drift_figures`
-    attention: AttentionChange | None = None  # None where fewer than two depths were drafted
-    recent_compared: Interval | None = None  # change of recent attention, less that of the unperturbed run
+    attention: AttentionChange | None = None  # None if fewer than two depths were drafted
+    recent_compared: Interval | None = None  # change of recent attention minus that of the unperturbed run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class SuiteResult(Record):
         return next(cell for cell in self.cells if (cell.drafter, cell.perturbation) == (drafter, perturbation))
 
     def perturbed(self, drafter: str, group: str | None = None) -> list[SuiteCell]:
-        """A drafter's perturbed cells, skipped ones included; of a group (see GROUPS), those made of nothing else."""
+        """A drafter's perturbed cells, skipped ones too; with `group` (see GROUPS), only those of kinds in it."""
         cells = [cell for cell in self.cells if cell.drafter == drafter and cell.perturbation != UNPERTURBED]
         return [cell for cell in cells if group is None or set(cell.kinds) <= set(GROUPS[group]["kinds"])]
 
@@ -95,7 +95,7 @@ class SuiteResult(Record):
 
     @property
     def titles(self) -> dict[str, str]:
-        """What to call each drafter, by name: its variant, and as much of its name as tells it from the others."""
+        """A title for each drafter: its variant, with a part of its name if others have the same variant."""
         variants = [drafter.variant for drafter in self.drafters]
         return {
             one.name: one.variant if variants.count(one.variant) == 1 else f"{one.variant} ({short})"
@@ -113,7 +113,7 @@ def run_suite(
     bootstrap: Bootstrap | None = None,
     progress: Progress | None = None,
 ) -> tuple[SuiteResult, Results]:
-    """Probe what is not yet in `directory`. Returns the comparison, which is saved too, and all that was measured."""
+    """Probe the cells that are not yet in `directory`. Returns the comparison, which is also saved, and all results."""
     parsed = {one.name: one for one in (Perturbation(), *map(parse_perturbation, perturbations))}
     if not drafters or len(set(drafters)) != len(drafters):
         raise ConfigError("drafters: expected at least one, each once")
@@ -148,7 +148,7 @@ def probe_cell(
     directory: Path,
     advance: Advance = lambda *_, **__: None,
 ) -> dict[str, Any]:
-    """What a cell's file holds; unless it is there, the cell is probed and the file written."""
+    """Return the content of a cell's file. If there is none that is up to date, probe the cell and write it."""
     path = cell_path(directory, drafter, perturbation)
     key = digest([VERSION, prober.identity(drafter), [asdict(prompt) for prompt in prompts], perturbation.name])
     saved = read_json(path)
@@ -164,16 +164,16 @@ def probe_cell(
             cell["result"] = prober.probe(answered, perturbation, advance).to_dict()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json_line(cell))
-    except torch.OutOfMemoryError:  # no file: there may be enough the next time
+    except torch.OutOfMemoryError:  # not saved: there may be enough memory the next time
         torch.cuda.empty_cache()
         cell["skip"] = NO_MEMORY
     return cell
 
 
 def probe_prompts(workload: Workload, drafter: str, prober: Prober, directory: Path) -> Sequence[ProbePrompt]:
-    """A workload's prompts with the target's answers to earlier turns, once for all drafters and perturbations.
+    """Return a workload's prompts with the target's answers to earlier turns.
 
-    The text is the target's own whichever `drafter` is loaded to ask for it.
+    They are generated once for all drafters and perturbations: the text does not depend on which `drafter` is loaded.
     """
     prompts = [ProbePrompt(**vars(one)) for one in workload.prompts]
     if not any(has_open_turns(prompt) for prompt in prompts):
@@ -227,7 +227,7 @@ def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bo
 
 
 def drift_figures(result: DriftResult) -> dict[str, Any] | None:
-    """Where attention went and how states grew (see FIGURES), and how deep. None where no draft was verified."""
+    """Return figures of attention and of the growth of states (see FIGURES). None if no draft was verified."""
     if not result.by_depth:
         return None
     first, last = result.by_depth[0], result.by_depth[-1]
@@ -249,7 +249,7 @@ def drift_figures(result: DriftResult) -> dict[str, Any] | None:
 
 
 def acceptance_counts(*results: DriftResult) -> Counts:
-    """(accepted, rounds) of each prompt, over several runs of it, of the rounds that do not begin in repetition."""
+    """(accepted, rounds) of each prompt over several runs, without rounds that begin in repetition."""
     counts: dict[str, tuple[int, int]] = {}
     for row in (row for result in results for row in result.prompt_rows):
         (accepted, rounds), found = counts.get(row.id, (0, 0)), row.fresh_acceptance
@@ -269,7 +269,7 @@ def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
     if (attention := base.attention) is not None:
         for name, one in (("recent", attention.recent), ("sink", attention.sink)):
             found |= {f"{name}_attention_change": one.change.value, f"{name}_attention_slope": one.slope.value}
-        if attention.recent.change.low is not None:  # one prompt has no interval to tell by
+        if attention.status != "few":  # it is the verdict as a number
             found["drift_depth"] = attention.drift_depth or math.inf
     for name, group in {"al_drop": None, **{f"al_drop_{group}": group for group in GROUPS}}.items():
         if (worst := worst_of(suite.perturbed(drafter, group))) is not None:
@@ -282,14 +282,14 @@ def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
 
 
 def worst_of(cells: Iterable[SuiteCell], *, prefer_certain: bool = False) -> tuple[SuiteCell, Comparison] | None:
-    """The cell of lowest ratio to the unperturbed run; with `prefer_certain` of those that surely lose, if any do."""
+    """The cell of lowest ratio to the unperturbed run; `prefer_certain`: one whose interval is below 1, if any."""
     compared = [(cell, cell.compared) for cell in cells if cell.compared is not None]
     losing = [pair for pair in compared if prefer_certain and sign_of(pair[1].ratio, around=1.0) < 0]
     return min(losing or compared, key=lambda pair: pair[1].ratio.value, default=None)
 
 
 def parse_conditions(expressions: Iterable[str]) -> list[tuple[str, str, str, float]]:
-    """Read conditions, several in one expression where commas part them: text, figure, comparison and bound of each."""
+    """Parse comma-separated conditions into text, figure, comparison and bound of each."""
     conditions = []
     for text in (part.strip() for expression in expressions for part in expression.split(",")):
         match = _CONDITION.fullmatch(text)
@@ -303,14 +303,15 @@ def parse_conditions(expressions: Iterable[str]) -> list[tuple[str, str, str, fl
 
 
 def check(expressions: Iterable[str], figures: Mapping[str, float]) -> list[str]:
-    """Return what is violated, each as a line such as `al_drop>0.2 (al_drop is 0.31)`; empty if all is well.
+    """Return the conditions that hold, as lines such as `al_drop>0.2 (al_drop is 0.31)`.
 
-    An expression says what must not be: `al_drop>0.2` is violated by a drop of 0.31.
+    A condition says what must not be the case: `al_drop>0.2` is violated by a drop of 0.31.
     """
     violated = []
     for text, name, comparison, bound in parse_conditions(expressions):
         if name not in figures:
-            raise ConfigError(f"condition '{text}': '{name}' was not measured in this run")
+            why = f": a verdict takes {FEW_PROMPTS} prompts" if name == "drift_depth" else ""
+            raise ConfigError(f"condition '{text}': '{name}' was not measured in this run{why}")
         if getattr(operator, _COMPARISONS[comparison])(figures[name], bound):
             violated.append(f"{text} ({name} is {figures[name]:.4g})")
     return violated

@@ -1,7 +1,7 @@
-"""Acceptance of drafters on workloads through an engine, and whether the text stays the target's own.
+"""Measures the acceptance of drafters on workloads, and whether speculation changes the target's text.
 
-The target answers every turn by itself first. Each turn is then a prompt of its own, the same one for every drafter and
-depth, and the target's answer to it is what a drafter must not change.
+The target first answers every turn without a drafter. Each turn is then a prompt of its own, the same for every drafter
+and depth, and a drafter must not change the target's answer to it.
 """
 
 import gc
@@ -40,18 +40,18 @@ from fledge.evaluation.workloads import Prompt, Workload, grouped
 from fledge.progress import Advance
 from fledge.records import Record
 
-# In float32 two ways to compute the same logits differ by about 1e-5; a choice closer than this may fall either way.
+# In float32, two ways to compute the same logits differ by about 1e-5. Log-probabilities closer than this are a tie.
 TIE = 1e-3
-# A step of a bfloat16 number between 16 and 32, where logits often lie, is 0.125; two ways to compute one may differ by
-# two of them. Of two tokens one may be too low by that much and the other too high.
+# Between 16 and 32, where logits often lie, bfloat16 has steps of 0.125, and two ways to compute a logit may differ by
+# two steps. Of two logits, one may be too low by that much and the other too high.
 SIXTEEN_BIT_TIE = 0.5
-MAX_TEXT_PROMPT = 64  # tokens of a plain text that are given; the target goes on from there
-_LEAST_ROOM = 2  # tokens of an answer: with one there is nothing to draft
+MAX_TEXT_PROMPT = 64  # tokens of a plain text that are the prompt; the target continues it
+_LEAST_ROOM = 2  # tokens of an answer: for a single token there is nothing to draft
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceSettings:
-    """The target, and how answers are made."""
+    """The target, and how it answers."""
 
     target: str
     max_tokens: int = 128
@@ -64,38 +64,38 @@ class AcceptanceSettings:
     device: str = "auto"
     engine: str = "fledge"  # or vllm, auto
     vllm_python: str | None = None
-    vllm_options: tuple[str, ...] = ()  # words of its command line
+    vllm_options: tuple[str, ...] = ()  # arguments of its command line
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetTurn(AnsweredTurn):
-    """One prompt of a workload, and the answer the target gives by itself."""
+    """One turn of a workload, and the target's answer without a drafter."""
 
     workload: str
     category: str
-    prompt: str  # its id; those of one conversation have the same
+    prompt: str  # its id; turns of one conversation have the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetAnswers(Record):
-    """What the target says by itself, and the prompts (workload, id) of which not all could be asked."""
+    """The target's answers without a drafter, and the prompts (workload, id) that did not fit."""
 
     turns: tuple[TargetTurn, ...]
-    too_long: tuple[tuple[str, str], ...] = ()  # not even the first turn fits
-    cut_short: tuple[tuple[str, str], ...] = ()  # a later one does not
+    too_long: tuple[tuple[str, str], ...] = ()  # the first turn does not fit
+    cut_short: tuple[tuple[str, str], ...] = ()  # a later turn does not fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(Record):
-    """How one drafter did at one depth on some turns."""
+    """One drafter at one depth on some turns."""
 
     requests: tuple[RequestRecord, ...]  # one for each turn
-    different: tuple[tuple[int, int], ...]  # turns whose tokens are not the target's own, the first token that differs
+    different: tuple[tuple[int, int], ...]  # turns whose answers differ from the target's, and the first such token
     seconds: float
-    failure: str | None = None  # why the drafter was switched off on the way
+    failure: str | None = None  # why the drafter was switched off during the measurement
     state_growth: Triples = ()
     reliability: Triples = ()
-    counted: Tally = ()  # by the engine, of all turns together, where requests do not tell
+    counted: Tally = ()  # the engine's count for all turns together, if there is none for each request
 
     @property
     def total(self) -> AcceptanceStatistics:
@@ -103,7 +103,7 @@ class Measurement(Record):
         return told if told.rounds else statistics_of(self.counted)
 
     def statistics(self, rounds: Rounds) -> AcceptanceStatistics:
-        """Of such rounds, as far as requests tell."""
+        """Acceptance in such rounds, of the requests for which it is known."""
         return statistics_of_requests(self.requests, rounds)
 
     @property
@@ -111,13 +111,13 @@ class Measurement(Record):
         return sum(request.output_tokens for request in self.requests)
 
     def grouped(self, names: Iterable[str]) -> dict[str, AcceptanceStatistics]:
-        """Pooled by a name for each turn."""
+        """Acceptance pooled by group; `names` has the group of each turn."""
         groups = grouped(zip(names, self.requests, strict=True), lambda pair: pair[0])
         return {name: statistics_of(t for _, r in group for t in r.acceptance) for name, group in groups.items()}
 
 
 class AcceptanceMeter:
-    """A target, loaded when it is first needed, on which drafters and depths are exchanged."""
+    """A target, loaded when it is first needed, with changing drafters and depths."""
 
     def __init__(self, settings: AcceptanceSettings) -> None:
         self.settings = settings
@@ -142,35 +142,35 @@ class AcceptanceMeter:
 
     @property
     def tie(self) -> float:
-        """How far apart two log-probabilities may be that arithmetic alone may have ordered."""
-        # A difference of 1e-7 in a key or value may be one of 1/16 where these are rounded to eight bits.
+        """The largest difference of two log-probabilities that may be due to rounding."""
+        # In an 8-bit cache, keys or values that differ by 1e-7 may be rounded to values that differ by 1/16.
         is_precise = self.dtype == "float32" and self.settings.kv_cache_dtype in ("auto", "float32")
         return TIE if is_precise or self.settings.batch_invariant else SIXTEEN_BIT_TIE
 
-    def exchange(self, drafter: str | Path | None, depth: int = 0, more: DraftMode | None = None) -> None:
-        """Draft with another drafter, to another depth, in another way; None: the target alone. Raises what `LLM` does.
+    def set_drafter(self, drafter: str | Path | None, depth: int = 0, more: DraftMode | None = None) -> None:
+        """Draft with this drafter and depth from now on; None: without a drafter. Raises what `LLM` raises.
 
         `more` has further keys of a speculative config, such as those of a tree.
         """
         fixed = {"num_speculative_tokens": depth, "adaptive": False, **(more or {})}
         speculation = None if drafter is None else {"model": str(drafter), **fixed}
         if speculation != self._speculation:
-            self._speculation = {}  # if this fails, nothing is known to be in use
+            self._speculation = {}  # if the next line fails, it is not known what is in use
             self.llm.set_speculation(speculation)
             self._speculation = speculation
 
     def answer(
         self, workloads: Sequence[Workload], temperature: float, advance: Advance = lambda *_: None
     ) -> TargetAnswers:
-        """Let the target alone answer every turn; its answers are the history of the turns after them.
+        """Let the target answer every turn without a drafter; its answers are the history of later turns.
 
-        What its chat template refuses as a first turn is a PromptError; what does not fit is told in the answers.
+        Raises PromptError if the chat template refuses a first turn. Turns that do not fit are listed in the result.
         """
-        self.exchange(None)
+        self.set_drafter(None)
         asked = [(workload.name, prompt) for workload in workloads for prompt in workload.prompts]
         dialogues = [
             Dialogue(
-                number=zlib.crc32(prompt.id.encode()),  # its place would change with what else is asked
+                number=zlib.crc32(prompt.id.encode()),  # not its index, which depends on the other prompts
                 turns=split_turns(prompt.messages) if prompt.messages else [()],
                 first_ids=self._first_ids(prompt),
             )
@@ -187,7 +187,7 @@ class AcceptanceMeter:
         return TargetAnswers(turns=tuple(turns), too_long=tuple(too_long), cut_short=tuple(cut_short))
 
     def _first_ids(self, prompt: Prompt) -> Sequence[int]:
-        """Of a plain text its beginning."""
+        """Token ids of the first prompt; of a plain text, its beginning."""
         if prompt.token_ids or not prompt.num_turns:
             return prompt.token_ids
         if prompt.messages:
@@ -199,7 +199,7 @@ class AcceptanceMeter:
     def measure(
         self, turns: Sequence[TargetTurn], temperature: float, advance: Advance = lambda *_: None
     ) -> Measurement:
-        """Answer every turn with the drafter in use, each as if it were alone, and count."""
+        """Answer every turn with the drafter in use, and measure acceptance."""
         started, before = time.perf_counter(), self.llm.engine.stats()
         most = self.settings.max_tokens
         outputs = self.llm.generate(
@@ -229,11 +229,11 @@ class AcceptanceMeter:
     def clear_differences(
         self, turns: Sequence[TargetTurn], different: Iterable[tuple[int, int]], temperature: float
     ) -> set[int]:
-        """Return the turns of `different` at whose first differing token the choice of the target alone was clear.
+        """Return the turns of `different` at whose first differing token the target's choice was no tie.
 
-        Where that token was a tie (log-probabilities within `tie`), arithmetic decides, and neither answer is wrong.
+        If the two best tokens tie (log-probabilities within `tie`), rounding decides, and neither answer is wrong.
         """
-        self.exchange(None)
+        self.set_drafter(None)
         places = dict(different)
         outputs = self.llm.generate(
             [[*turns[i].prompt_token_ids, *turns[i].answer_token_ids[:place]] for i, place in places.items()],
@@ -243,7 +243,7 @@ class AcceptanceMeter:
         return {i for i, (best, second) in zip(places, best_two, strict=True) if best - second > self.tie}
 
     def close(self) -> None:
-        """Give back the memory."""
+        """Free the memory."""
         if (llm := vars(self).pop("llm", None)) is not None:
             llm.close()
         self._speculation = None
@@ -253,16 +253,16 @@ class AcceptanceMeter:
 
 
 def _reliability(stats: EngineStats) -> Reliability:
-    """Of all drafts, greedy requests' and sampled ones'."""
+    """The calibration of all drafts, of greedy and of sampled requests."""
     calibration = stats.calibration
     return Reliability() if calibration is None else Reliability.of(calibration.by_confidence.sum(0).tolist())
 
 
 def request_record(prompt: str, output: RequestOutput, in_draft: torch.Tensor | None) -> RequestRecord:
-    """What results keep of an answer. `in_draft` says of each token whether the draft vocabulary has it; None: all."""
+    """Return the record of an answer for results. `in_draft`: mask of the draft vocabulary; None: it has all tokens."""
     (completion,) = output.outputs
     tokens = completion.token_ids
-    # A round's first refused draft was for the place after those accepted; trimming may have taken that place away.
+    # A round's first rejected draft was for the position after the accepted ones, which trimming may have removed.
     places = [r.start + r.accepted - len(output.prompt_token_ids) for r in completion.rounds if r.accepted < r.drafted]
     right = [tokens[place] for place in places if place < len(tokens)]
     return RequestRecord(
@@ -282,5 +282,5 @@ def request_record(prompt: str, output: RequestOutput, in_draft: torch.Tensor | 
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first place at which two sequences differ, which may be the end of the shorter one."""
+    """Return the first index at which two sequences differ, which may be the end of the shorter one."""
     return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)

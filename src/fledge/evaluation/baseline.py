@@ -1,5 +1,4 @@
-"""A drafter's baseline, in a small file beside its card: how much of its drafts was accepted when it was measured, how
-its state grew meanwhile, and how far its confidence was right.
+"""A drafter's baseline, in a small file beside its card: its acceptance, state growth and calibration when measured.
 
 `fledge train` and `fledge eval --save-baseline` write it; `fledge serve` compares live traffic with it.
 """
@@ -24,19 +23,19 @@ BASELINE_FILE = "acceptance.json"
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineCell(Record):
-    """What was measured at one temperature, drafting so deep in every round."""
+    """What was measured at one temperature and one draft depth."""
 
     temperature: float
     depth: int
     rounds: int
     acceptance_length: float
-    rate_by_depth: tuple[float, ...]  # share of rounds whose draft at each depth stood
-    fresh_acceptance_length: float | None = None  # without the rounds in repetition; live traffic has these too
-    novel_acceptance_length: float | None = None  # of these, without the rounds in copies of the prompt
+    rate_by_depth: tuple[float, ...]  # share of rounds whose draft at each depth was accepted
+    fresh_acceptance_length: float | None = None  # without the rounds in repetition
+    novel_acceptance_length: float | None = None  # also without the rounds in copies of the prompt
     repeated: float | None = None  # share of the answers' tokens that are repeated
     copied: float | None = None  # share of the answers' tokens that are copied from their prompts
     growth_by_depth: tuple[float, ...] = ()  # of the drafter's hidden state; empty: not measured
-    reliability: Triples = ()  # in each tenth of confidence: drafts, their confidence summed up, those accepted
+    reliability: Triples = ()  # by tenth of confidence: drafts, sum of their confidence, accepted drafts
 
     @classmethod
     def of(
@@ -52,7 +51,7 @@ class BaselineCell(Record):
         growth: StateGrowth | None = None,
         reliability: Reliability | None = None,
     ) -> "BaselineCell":
-        """`statistics` has rounds; the rest as far as it is known."""
+        """Make a cell with rounded figures. `statistics` must have rounds; None for what is not known."""
 
         def rounded(value: float | None) -> float | None:
             return None if value is None else round(value, 4)
@@ -73,7 +72,7 @@ class BaselineCell(Record):
         )
 
     def rates(self, depth: int) -> list[float]:
-        """The share of accepted drafts to another depth; what lies deeper than was measured falls as the last did."""
+        """Share of accepted drafts up to `depth`; beyond the measured depths it falls by the last measured ratio."""
         known = list(self.rate_by_depth[:depth])
         last, before = known[-1], known[-2] if len(known) > 1 else 1.0
         step = last / before if before else 0.0
@@ -82,7 +81,7 @@ class BaselineCell(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Record):
-    """All that was measured of one drafter, and on what."""
+    """All measurements of one drafter, and the workloads."""
 
     cells: tuple[BaselineCell, ...]
     measured_on: tuple[str, ...]  # names of workloads or files
@@ -90,7 +89,7 @@ class Baseline(Record):
     date: str
 
     def rates(self, temperature: float, depth: int) -> list[float]:
-        """The share of drafts to expect accepted, by depth: of the nearest depth, between measured temperatures."""
+        """Expected share of accepted drafts by depth: of the nearest measured depth, interpolated by temperature."""
         nearest = {
             measured: min((c for c in self.cells if c.temperature == measured), key=lambda c: abs(c.depth - depth))
             for measured in sorted({cell.temperature for cell in self.cells})
@@ -100,18 +99,18 @@ class Baseline(Record):
 
     @property
     def growth_by_depth(self) -> tuple[float, ...]:
-        """The largest growth of the drafter's state at each depth, of whatever was measured."""
+        """The largest growth of the drafter's state at each depth in all cells."""
         several = zip_longest(*(cell.growth_by_depth for cell in self.cells), fillvalue=0.0)
         return tuple(max(values) for values in several)
 
     def reliability(self, *, is_greedy: bool) -> Reliability:
-        """Of the cell whose confidence was furthest off: other depths and lower temperatures lie below it."""
+        """The reliability of the cell with the largest calibration error."""
         found = [Reliability.of(cell.reliability) for cell in self.cells if (cell.temperature == 0) == is_greedy]
         return max(found, key=lambda one: one.error or 0.0, default=Reliability())
 
     @classmethod
     def of(cls, cells: Iterable[BaselineCell], measured_on: Iterable[str], run: Mapping[str, Any]) -> "Baseline":
-        """`run`: the provenance of the measurement."""
+        """Make a baseline. `run`: the provenance of the measurement."""
         about = {name: run[name] for name in ("fledge_version", "date")}
         return cls(cells=tuple(cells), measured_on=tuple(measured_on), **about)
 
@@ -137,7 +136,7 @@ class Baseline(Record):
 
 
 def baselines(results: Results) -> dict[str, Baseline]:
-    """What a complete run of `fledge eval` says of each drafter, its rounds pooled over workloads."""
+    """Return the baseline of each drafter in a complete run of `fledge eval`, pooled over workloads."""
     cells: dict[str, list[BaselineCell]] = {}
     for one in results.contenders:
         mine = [cell for cell in results.cells if cell.contender == one.name]

@@ -1,4 +1,4 @@
-"""Conversations as the field writes them down, in one vocabulary.
+"""Reads conversations in the usual formats into one representation.
 
 The format is recognised record by record:
 
@@ -8,7 +8,7 @@ The format is recognised record by record:
     Alpaca      {"instruction": "...", "input": "...", "output": "..."}
     plain text  {"text": "..."}
 
-`category` (else `source`, else the file's name) groups results.
+Results are grouped by `category`, or else `source`, or else the file's name.
 """
 
 import json
@@ -22,7 +22,7 @@ from fledge.errors import DataError
 from fledge.files import read_json_lines
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ASKING_ROLES = ("user", "tool")  # what an assistant's turn may answer
+ASKING_ROLES = ("user", "tool")  # roles of messages that an assistant's turn may answer
 _SHAREGPT_NAMES = {
     "user": ("human", "user", "prompter"),
     "assistant": ("gpt", "assistant", "chatgpt", "bot", "model", "function_call"),
@@ -37,12 +37,12 @@ Message = Mapping[str, Any]
 
 
 class BadRecordError(ValueError):
-    """A record that is no conversation; the message says why."""
+    """A record is not a conversation; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages, or for plain text a text and no messages."""
+    """Messages; or, for plain text, a text and no messages."""
 
     messages: tuple[Message, ...] = ()
     text: str | None = None
@@ -56,7 +56,7 @@ class Conversation:
 
     @property
     def is_answered(self) -> bool:
-        """Whether some assistant turn answers something."""
+        """Whether an assistant turn answers a user or tool message."""
         roles = [message["role"] for message in self.messages]
         return any(role == "assistant" and set(roles[:i]) & set(ASKING_ROLES) for i, role in enumerate(roles))
 
@@ -96,7 +96,7 @@ def parse(record: Any, default_category: str) -> Conversation:
 
 
 def _side(value: Any, role: str) -> tuple[Message, ...]:
-    """One side of a pair: text, or messages."""
+    """The prompt or the completion of a pair: text, or messages."""
     if not isinstance(value, str):
         return _messages("messages", value)
     if not value.strip():
@@ -141,10 +141,10 @@ def _message(value: Mapping[str, Any]) -> Message:
 
 
 def split_turns(messages: Sequence[Message], *, keep_answers: bool = False) -> list[tuple[Message, ...]]:
-    """Return what is said before each answer that the target is to write.
+    """Return the new messages before each answer that the target is to write.
 
-    Another model's answers, and results of tools that it called, are left out; with `keep_answers` they stay, and only
-    turns that ask and find none are cut there. What follows the last turn that asks is left out.
+    Answers of other models, and results of tools that they called, are left out. With `keep_answers` they stay, and
+    the target only answers turns that have no answer. Messages after the last question are left out.
     """
     said = [message for message in messages if keep_answers or message["role"] not in ("assistant", "tool")]
     turns, start = [], 0
@@ -157,7 +157,7 @@ def split_turns(messages: Sequence[Message], *, keep_answers: bool = False) -> l
 
 
 def refuse_surrogates(value: Any) -> None:
-    """Half of a surrogate pair: JSON can spell it, no tokenizer takes it."""
+    """Raise BadRecordError for lone surrogates, which JSON can contain and tokenizers refuse."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -166,7 +166,7 @@ def refuse_surrogates(value: Any) -> None:
 
 @dataclass
 class Skipped:
-    """Records that could not be used: how many, why, and where the first one is."""
+    """Counts records that could not be used, by reason, and remembers where the first one is."""
 
     counts: Counter[str] = field(default_factory=Counter)  # by reason
     first: str | None = None
@@ -181,7 +181,7 @@ class Skipped:
 
 
 def read_conversations(sources: Iterable[str | Path], skipped: Skipped) -> Iterator[tuple[str, Conversation]]:
-    """Yield (where, conversation) from files in order. What is no conversation goes to `skipped`."""
+    """Yield (where, conversation) from files in order. Records that are not conversations go to `skipped`."""
     for source in sources:
         path = Path(source)
         default = path.name.split(".jsonl")[0]

@@ -1,8 +1,8 @@
-"""Dialogues in which the target writes the answers, turn by turn, many side by side.
+"""Multi-turn dialogues in which the target writes the answers, many side by side.
 
-The target's own answers are the history of its later turns: nobody else's would be a history that it meets in use.
-This is the one loop for that. Training's `regenerate` and acceptance measurements have every turn answered; drift only
-the turns before the last (`split_turns` with `keep_answers`), and the history is then `dialogue.history`.
+The target's own answers are the history of its later turns, as when it is used; answers of other models would not be.
+Training's `regenerate` and acceptance measurements have every turn answered, drift only the turns before the last
+(`split_turns` with `keep_answers`).
 """
 
 import hashlib
@@ -22,24 +22,24 @@ TOO_LONG, REFUSED = "too long", "refused by the template"
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredTurn(Record):
-    """One prompt as the target read it, and its answer."""
+    """One prompt as token ids, and the target's answer."""
 
     prompt_token_ids: tuple[int, ...]
-    answer_token_ids: tuple[int, ...]  # with the stop token, where it stopped
+    answer_token_ids: tuple[int, ...]  # with the stop token, if there was one
     finish_reason: str | None
     seed: int
 
 
 @dataclass(kw_only=True)
 class Dialogue:
-    """A conversation to be answered. `answer_dialogues` fills in what is below `temperature`."""
+    """A conversation to be answered. `answer_dialogues` fills in the fields below `temperature`."""
 
     number: int  # of the prompt; with `sample` and the turn, it decides the seed
-    sample: int = 0  # several answerings of one prompt differ in it
-    turns: Sequence[Sequence[Message]]  # what is said before each answer
-    first_ids: Sequence[int] | None = None  # the first prompt, where it is known; else the chat template makes it
-    temperature: float | None = None  # in place of the one that all are answered with
-    history: list[Message] = field(default_factory=list)  # all that was said and answered
+    sample: int = 0  # distinguishes several samples of one prompt
+    turns: Sequence[Sequence[Message]]  # the new messages before each answer
+    first_ids: Sequence[int] | None = None  # the first prompt, if it is known; else the chat template makes it
+    temperature: float | None = None  # overrides the sampling parameters
+    history: list[Message] = field(default_factory=list)  # all messages so far, with the answers
     answers: list[AnsweredTurn] = field(default_factory=list)
     dropped: str | None = None  # why later turns have no answer: TOO_LONG or REFUSED
 
@@ -54,7 +54,7 @@ class Dialogue:
 
 
 class Answerer(Protocol):
-    """As much of an `LLM` as is needed where prompts are token ids."""
+    """The part of an `LLM` that is needed if prompts are token ids."""
 
     max_model_len: int
 
@@ -77,15 +77,16 @@ def answer_dialogues(
     least_room: int = 1,
     advance: Callable[[int], None] = lambda _turns: None,
 ) -> None:
-    """Answer all turns of all dialogues, the next turns of all of them together.
+    """Answer all turns of all dialogues, in batches of the next turn of each.
 
-    An answer has `params` with a seed of its own, which follows from `params.seed` and from what is asked
-    (`answer_seed`), never from the batch. `encode` gives the ids of a dialogue's `next_messages`; if left out, the
-    `encode_chat` of an `LLM` does. Where it raises PromptError, or where a prompt leaves fewer than `least_room` of the
-    `longest` tokens, the dialogue is dropped with the reason. `advance` is told of turns that are answered or given up.
+    Every answer is sampled with `params` and its own seed, which depends on `params.seed` and on the question
+    (`answer_seed`), never on the batch. `encode` returns the ids of a dialogue's `next_messages`; the default is the
+    `encode_chat` of an `LLM`. If it raises PromptError, or if a prompt leaves room for fewer than `least_room` of the
+    `longest` tokens, the dialogue is dropped with the reason. `advance` is called with the number of turns that were
+    answered or dropped.
     """
     longest = min(longest or llm.max_model_len, llm.max_model_len)
-    chat: Any = llm  # one that has a tokenizer, where `encode` is left out
+    chat: Any = llm  # without `encode` it must be an `LLM`, which has a tokenizer
     encode = encode or (lambda dialogue: chat.encode_chat(dialogue.next_messages))
     while waiting := [dialogue for dialogue in dialogues if dialogue.is_open]:
         asked: list[tuple[Dialogue, list[int], SamplingParams]] = []
@@ -102,9 +103,9 @@ def answer_dialogues(
                 continue
             room = longest - len(ids)
             seed = answer_seed(params.seed or 0, dialogue.number, dialogue.sample, turn)
-            warmth = params.temperature if dialogue.temperature is None else dialogue.temperature
+            temperature = params.temperature if dialogue.temperature is None else dialogue.temperature
             most = min(params.max_tokens or room, room)
-            asked.append((dialogue, ids, replace(params, max_tokens=most, seed=seed, temperature=warmth)))
+            asked.append((dialogue, ids, replace(params, max_tokens=most, seed=seed, temperature=temperature)))
         if not asked:
             break
         outputs = llm.generate([ids for _, ids, _ in asked], [own for *_, own in asked], progress=steps(advance))
@@ -122,7 +123,7 @@ def answer_dialogues(
 
 
 def steps(advance: Callable[[int], None]) -> Callable[[int, int], None]:
-    """`advance`, which is told how many more are done, as a progress that is told how many are."""
+    """Make a progress callback (done so far, total) of `advance` (newly done)."""
     before = 0
 
     def progress(done: int, _total: int) -> None:
@@ -134,7 +135,7 @@ def steps(advance: Callable[[int], None]) -> Callable[[int, int], None]:
 
 
 def answer_seed(seed: int, prompt: int, sample: int, turn: int) -> int:
-    """63 bits that follow from what is asked and not from what else is in the batch."""
-    # The words are those of the first user of this function: regenerated data stays the same from version to version.
+    """Return a 63-bit seed that depends on the question and not on the batch."""
+    # The text must not change, so that regenerated data stays the same from version to version.
     text = f"fledge regenerate {seed} {prompt} {sample} {turn}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1

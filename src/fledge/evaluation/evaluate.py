@@ -36,21 +36,21 @@ _RECORDED = (
     "seed",
     "kv_cache_dtype",
     "batch_invariant",
-)  # settings that results tell
-# Keys of a speculative config that drafters and depths stand for.
+)  # settings that are part of the results
+# Keys of a speculative config that have options of their own.
 _OWN_KEYS = ("model", "num_speculative_tokens", "adaptive", "num_speculative_tokens_per_batch_size")
-_NAMED = 3  # prompts that a note names; the results have all
+_NAMED = 3  # prompts that a note lists; the results have all
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings(AcceptanceSettings):
-    """What is measured, and how."""
+    """What to measure, and how."""
 
     drafters: tuple[str, ...]
     depths: tuple[int, ...] = (3, 5, 7)
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    speculative_config: DraftMode = field(default_factory=dict)  # how to draft otherwise: trees, sampled drafts
-    sample: int | None = None  # what the workloads were sampled with, for the record
+    speculative_config: DraftMode = field(default_factory=dict)  # further keys, for trees or sampled drafts
+    sample: int | None = None  # how many prompts of each workload were sampled, for the record
 
     def __post_init__(self) -> None:
         for name in ("drafters", "depths", "temperatures"):
@@ -63,19 +63,19 @@ class EvalSettings(AcceptanceSettings):
                     raise ConfigError(f"{name}: found {value:g}, allowed is {least} to {most}")
         if own := [key for key in _OWN_KEYS if key in self.speculative_config]:
             raise ConfigError(f"speculative_config: leave out {', '.join(own)}: there are options for these")
-        SpeculativeConfig.from_dict({"model": "any", **self.speculative_config})  # raises for what no engine could do
+        SpeculativeConfig.from_dict({"model": "any", **self.speculative_config})  # raises if it is invalid
 
 
 def run_eval(
     settings: EvalSettings, workloads: Sequence[Workload], progress: Progress, out: Path | None = None
 ) -> Results:
-    """Measure everything. After Ctrl-C what was measured comes back, as partial results.
+    """Measure everything. After Ctrl-C, returns what was measured so far, as partial results.
 
-    A drafter that cannot be used or breaks down has failed cells; the others are measured all the same. `out` is
-    written after every drafter and depth, whole or not at all, so that a killed run loses one of them.
+    A drafter that cannot be used or fails has failed cells, and the others are still measured. `out` is written
+    atomically after every drafter and depth, so that a killed run loses at most one of them.
     """
     for name in (settings.target, *settings.drafters):
-        if not resolve(name).is_dir():  # a bundled one, which this installation does not have
+        if not resolve(name).is_dir():  # a bundled model that this installation does not have
             raise CheckpointError(
                 f"{name}: this installation of Fledge has no bundled models; name your own with --target and --drafter"
             )
@@ -87,7 +87,7 @@ def run_eval(
                 run.measure(drafter, depth)
                 run.save(finished=False)
         if run.different:
-            run.judge()
+            run.check_differences()
     except KeyboardInterrupt:
         run.is_interrupted = True
     finally:
@@ -106,17 +106,17 @@ class _EvalRun:
         self.provenance = run_provenance()
         self.names = dict(zip(settings.drafters, distinct_names(settings.drafters), strict=True))
         self.turns: dict[tuple[str, float], list[TargetTurn]] = {}  # by workload and temperature
-        # Prompts by workload of which the first turn does not fit, or a later one.
+        # Prompts by workload whose first turn, or a later turn, does not fit.
         self.unfit: dict[str, dict[str, list[str]]] = {w.name: {"too_long": [], "cut_short": []} for w in workloads}
         self.cells: list[Cell] = []
-        self.different: dict[int, tuple[tuple[int, int], ...]] = {}  # cell -> turns that differ, and where first
+        self.different: dict[int, tuple[tuple[int, int], ...]] = {}  # cell -> turns that differ, and where
         self.machine: dict[str, Any] = {}
         label = (read_json(resolve(settings.target) / "config.json") or {}).get(INFLATED) or {}
         self.inflated: str | None = label.get("shape")
         self.is_interrupted = False
 
     def answer(self) -> None:
-        """Let the target answer everything at every temperature."""
+        """Let the target answer all turns at every temperature."""
         meter = self.meter
         self.machine = {"dtype": meter.dtype, "max_model_len": meter.llm.max_model_len, "device": meter.device}
         workloads = [with_token_ids(workload, self.settings.target) for workload in self.workloads]
@@ -132,7 +132,7 @@ class _EvalRun:
                     ids += [one for where, one in getattr(found, why) if where == name and one not in ids]
 
     def measure(self, drafter: str, depth: int) -> None:
-        """Add the cells of one drafter at one depth, all temperatures and workloads."""
+        """Add the cells of one drafter at one depth, for all temperatures and workloads."""
         load = Load(concurrency=self.settings.max_num_seqs)
         cells = {
             key: Cell(
@@ -147,7 +147,7 @@ class _EvalRun:
             if turns
         }
         try:
-            self.meter.exchange(drafter, depth, self.settings.speculative_config)
+            self.meter.set_drafter(drafter, depth, self.settings.speculative_config)
             total = sum(len(self.turns[key]) for key in cells)
             with self.progress.task(f"{self.names[drafter]} K={depth}", total) as advance:
                 for key in list(cells):
@@ -168,12 +168,12 @@ class _EvalRun:
                         note = f"the drafter failed and was switched off: {measured.failure}"
                         cell = replace(cell, status="failed", note=note)
                     self.cells.append(cell)
-        except (FledgeError, RuntimeError) as error:  # of CUDA too
+        except (FledgeError, RuntimeError) as error:  # CUDA raises RuntimeError
             reason = " ".join(str(error).split()) or type(error).__name__
             self.cells += [replace(cell, status="failed", note=reason) for cell in cells.values()]
 
-    def judge(self) -> None:
-        """Where answers parted from the target's own, find out whether its choice was a tie."""
+    def check_differences(self) -> None:
+        """Where answers differ from the target's, find out whether its choice was a tie."""
         with self.progress.task("differences", len(self.different)) as advance:
             for number, different in self.different.items():
                 cell = self.cells[number]
@@ -183,7 +183,7 @@ class _EvalRun:
                 advance()
 
     def save(self, *, finished: bool) -> Results:
-        """Return what there is, and write it if there is anything. `finished`: nothing more will come."""
+        """Return the results so far, and write them if there are any. `finished`: the run is over."""
         settings = self.settings
         failed = [cell for cell in self.cells if cell.status == "failed"]
         done = {cell.contender for cell in self.cells}
@@ -242,5 +242,5 @@ class _EvalRun:
 
 
 def _labelled(requests: Sequence[RequestRecord], labels: Mapping[int, Difference]) -> tuple[RequestRecord, ...]:
-    """How those differ from the target's own answers that `labels` names by their places."""
+    """Set `differs` of the requests whose indices are in `labels`."""
     return tuple(replace(one, differs=labels[i]) if i in labels else one for i, one in enumerate(requests))

@@ -1,9 +1,9 @@
-"""Acceptance of a drafter under every reading of its flags: what its config says may not be how it was trained.
+"""Measures a drafter's acceptance with every combination of its flags: its config may not say how it was trained.
 
-Two of EAGLE-3's flags leave no trace in the tensors, and trainers do not agree on what they mean: SpecForge's
-`norm_output` norms what the head reads and feeds back the state before that, so its drafters are `norm_output: false`
-here and in vLLM. Read wrongly, a drafter loses acceptance from the second draft on and nobody says why. So each reading
-is tried on a few prompts. Drafts are verified whatever the reading: only acceptance differs.
+Two of EAGLE-3's flags leave no trace in the tensors, and trainers do not agree on their meaning: SpecForge's
+`norm_output` norms the state that the head reads, but feeds back the state before the norm, which is
+`norm_output: false` here and in vLLM. With wrong flags a drafter loses acceptance from the second draft on, without any
+error. So each combination is tried on a few prompts. Drafts are verified in any case, so only acceptance differs.
 """
 
 import itertools
@@ -32,10 +32,10 @@ _WORKLOAD, _PROMPTS_OF_EACH, _MAX_TOKENS, _DEPTH = "short", 1, 48, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Record):
-    """How a drafter does if its flags are these."""
+    """A drafter's acceptance with these flags."""
 
     flags: Mapping[str, bool]
-    is_stated: bool  # by its config
+    is_stated: bool  # these are the flags of its config
     acceptance_length: Interval | None  # None: it could not be run
     rate_by_depth: tuple[float, ...] = ()
     failure: str | None = None
@@ -46,7 +46,7 @@ class Reading(Record):
 
 
 def try_flags(checkpoint: DrafterCheckpoint, target: str, progress: Progress) -> tuple[Reading, ...]:
-    """Measure every reading on a few prompts, greedily. The best comes first, and those that failed last."""
+    """Measure every combination on a few prompts, greedily. The best comes first, failed ones last."""
     config = checkpoint.config
     if config.architecture is not Architecture.EAGLE3:
         raise CheckpointError(f"{checkpoint.directory}: EAGLE-1 has no flags to try")
@@ -54,7 +54,7 @@ def try_flags(checkpoint: DrafterCheckpoint, target: str, progress: Progress) ->
     every = itertools.product((True, False) if has_norms else (False,), (True, False), (True, False))
     readings = [dict(zip(TRIED, values, strict=True)) for values in every]
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
-        warnings.simplefilter("ignore", CheckpointWarning)  # `inspect` has told them
+        warnings.simplefilter("ignore", CheckpointWarning)  # `inspect` has shown them
         names = ["+".join(flag for flag, on in flags.items() if on) or "none" for flags in readings]  # seen in progress
         paths = [Path(directory) / name for name in names]
         for path, flags in zip(paths, readings, strict=True):
@@ -84,7 +84,7 @@ def try_flags(checkpoint: DrafterCheckpoint, target: str, progress: Progress) ->
 
 
 def advice(readings: tuple[Reading, ...]) -> str | None:
-    """What to do, where another reading is clearly better than the stated one."""
+    """Return what to do if other flags are clearly better than those of the config."""
     best, stated = readings[0], next((one for one in readings if one.is_stated), None)
     if best.acceptance_length is None or best is stated:
         return None
@@ -96,7 +96,7 @@ def advice(readings: tuple[Reading, ...]) -> str | None:
 
 
 def _write(checkpoint: DrafterCheckpoint, flags: Mapping[str, bool], path: Path) -> None:
-    """Write the checkpoint with these flags; the weights are linked, or copied to leave norms out."""
+    """Write the checkpoint with these flags; weights are linked, or copied without the norms of fc."""
     values: dict[str, Any] = {**checkpoint.fields.values, **flags}
     if isinstance(nested := values.get("eagle_config"), dict):
         values["eagle_config"] = {name: value for name, value in nested.items() if name not in flags}

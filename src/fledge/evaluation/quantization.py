@@ -1,8 +1,8 @@
-"""What fewer bits did to a target: perplexity, and how much of a drafter's work it still accepts; and what decides it.
+"""What quantization did to a target: its perplexity, and how much of a drafter's work it still accepts.
 
-Both are of the same prompts, before and after. The perplexity is of the prompts themselves, through the chat template;
-the drafter is asked for answers of the target that it drafts for, before and after. Which columns of a matrix matter,
-and by how much, follows from what they are multiplied with on other prompts.
+Both are measured on the same prompts before and after. Perplexity is that of the prompts themselves, through the chat
+template; acceptance is measured while the target answers them with the drafter. `mean_squared_inputs` measures on other
+prompts how much each column of a matrix matters, for calibration.
 """
 
 import math
@@ -34,12 +34,12 @@ CALIBRATION_PROMPTS = 32  # of each workload
 
 @dataclass(frozen=True, kw_only=True)
 class Quality(Record):
-    """One target on some workloads. Counts are those of each prompt, so that two can be compared prompt by prompt."""
+    """One target on some workloads. Counts are by prompt, so that two targets can be compared prompt by prompt."""
 
     target: str
-    surprise: Counts  # negative log-likelihood, and tokens of which
-    accepted: Counts | None  # drafts, and rounds at `DEPTH`; None: there is no drafter
-    unchanged: bool | None  # whether every answer is, with drafts, what the target says alone; ties aside
+    surprise: Counts  # negative log-likelihood, and number of tokens
+    accepted: Counts | None  # accepted drafts, and rounds at `DEPTH`; None: there is no drafter
+    unchanged: bool | None  # whether drafts changed no answer of the target, except at ties
 
     @property
     def tokens(self) -> int:
@@ -56,10 +56,10 @@ class Quality(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class QualityChange(Record):
-    """What became of a target, over the same prompts."""
+    """How a target changed, over the same prompts."""
 
-    perplexity: Interval  # as a factor
-    acceptance_length: Interval | None  # as a difference
+    perplexity: Interval  # a factor
+    acceptance_length: Interval | None  # a difference
 
     @classmethod
     def between(cls, before: Quality, after: Quality) -> "QualityChange":
@@ -75,11 +75,9 @@ class QualityChange(Record):
         )
 
 
-def measure_quality(
-    target: str, drafter: str | None, workloads: Sequence[Workload], *, device: str = "auto"
-) -> Quality:
-    """Load a target and measure it. On a CPU it computes in float32, whatever its weights are stored in."""
-    meter = AcceptanceMeter(AcceptanceSettings(target=target, max_tokens=MAX_TOKENS, device=device))
+def measure_quality(target: str, drafter: str | None, workloads: Sequence[Workload]) -> Quality:
+    """Load a target and measure it. On a CPU it computes in float32, whatever the dtype of its weights."""
+    meter = AcceptanceMeter(AcceptanceSettings(target=target, max_tokens=MAX_TOKENS))
     try:
         names = [f"{one.name}/{prompt.id}" for one in workloads for prompt in one.prompts]
         prompts = [list(ids) for one in workloads for ids in tokenised(one, target)]
@@ -97,9 +95,9 @@ def measure_quality(
 
 
 def _drafted(meter: AcceptanceMeter, drafter: str, workloads: Sequence[Workload]) -> tuple[Counts, bool]:
-    """Accepted drafts and rounds of each prompt, and whether the target's answers stayed its own."""
+    """Return accepted drafts and rounds of each prompt, and whether the target's answers were unchanged."""
     turns = meter.answer(workloads, 0.0).turns
-    meter.exchange(drafter, DEPTH)
+    meter.set_drafter(drafter, DEPTH)
     measured = meter.measure(turns, 0.0)
     pooled = measured.grouped(f"{turn.workload}/{turn.prompt}" for turn in turns)
     counts = {name: (float(sum(one.accepted_by_depth)), float(one.rounds)) for name, one in pooled.items()}
@@ -108,13 +106,13 @@ def _drafted(meter: AcceptanceMeter, drafter: str, workloads: Sequence[Workload]
 
 @torch.no_grad()
 def mean_squared_inputs(
-    target: str, workloads: Sequence[Workload], progress: Progress | None = None, *, device: str = "auto"
+    target: str, workloads: Sequence[Workload], progress: Progress | None = None
 ) -> dict[str, Tensor]:
-    """What each linear of a target is multiplied with on these prompts: by its name, for each column.
+    """Return the mean squared input of each column of each linear layer of a target on these prompts, by name.
 
-    Experts that no token came to are not among them.
+    Experts that no token was routed to are not included.
     """
-    where = choose_device(device)
+    where = choose_device("auto")
     model = load_target(resolve(target), dtype=torch.float32 if where.type == "cpu" else None, device=where)
     sums: dict[str, Tensor] = {}
     rows: Counter[str] = Counter()

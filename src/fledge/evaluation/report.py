@@ -1,4 +1,4 @@
-"""What `fledge eval` measured: acceptance with intervals, derived from results alone, as tables, cards and pictures."""
+"""Acceptance with intervals, derived from results of `fledge eval`, as tables, cards and pictures."""
 
 import math
 from collections import Counter, defaultdict
@@ -46,46 +46,46 @@ class EvalRow(Record):
     contender: str
     drafter: str  # its short name
     depth: int
-    mode: str  # the depth, and how it drafts if not a chain of greedy drafts
+    mode: str  # the depth, and the kind of drafts unless they are a greedy chain
     temperature: float
-    by_workload: Mapping[str, Interval]  # those that were measured in full
-    mean: Interval | None  # of the workloads, each weighing the same; None where one of them is missing
-    fresh_by_workload: Mapping[str, Interval]  # without the rounds in repetition, where each round is known
+    by_workload: Mapping[str, Interval]  # workloads that were measured completely
+    mean: Interval | None  # unweighted mean over workloads; None if one of them is missing
+    fresh_by_workload: Mapping[str, Interval]  # without the rounds in repetition, if each round is known
     fresh_mean: Interval | None
-    novel_by_workload: Mapping[str, Interval]  # of these, without the rounds in copies of the prompt
+    novel_by_workload: Mapping[str, Interval]  # also without the rounds in copies of the prompt
     novel_mean: Interval | None
     repeated_by_workload: Mapping[str, float]  # share of the answers' tokens that are repeated
     repeated: float | None  # of all answers
     copied_by_workload: Mapping[str, float]  # share of the answers' tokens that are copied from their prompts
     copied: float | None
     by_category: Mapping[str, Interval]
-    by_length: Mapping[str, Interval]  # of prompts up to so many tokens
-    rate_by_depth: tuple[float, ...]  # share of drafts at each depth that stood
-    conditional_rate_by_depth: tuple[float | None, ...]  # of those whose predecessors stood
+    by_length: Mapping[str, Interval]  # by bucket of prompt length
+    rate_by_depth: tuple[float, ...]  # share of accepted drafts at each depth
+    conditional_rate_by_depth: tuple[float | None, ...]  # the same of drafts whose predecessors were accepted
     rounds: int
     tokens: int
-    missed: int  # refused drafts whose right token is known
-    missed_outside: int  # of these, right tokens that the draft vocabulary does not have
+    missed: int  # rejected drafts whose right token is known
+    missed_outside: int  # of these, those whose right token is not in the draft vocabulary
     answers: int
-    different: int  # answers that are not the target's own, at temperature 0
-    clear: int  # of these, where the target's choice was no near tie: there should be none
-    unchecked: int  # of these, not looked into
+    different: int  # answers that differ from the target's, at temperature 0
+    clear: int  # of these, those where the target's choice was no tie: there should be none
+    unchecked: int  # of these, those that were not checked
     failed: Mapping[str, str]  # workload -> why
 
     @property
     def outside_vocabulary(self) -> float | None:
-        """Share of misses that no drafter with this vocabulary could have avoided."""
+        """Share of misses whose right token is not in the draft vocabulary."""
         return self.missed_outside / self.missed if self.missed else None
 
 
 def workloads_of(results: Results) -> list[str]:
-    """The workloads of which some cell was measured or tried, in order."""
+    """The workloads with at least one cell, in order."""
     tried = {cell.workload for cell in results.cells}
     return [name for name in results.settings["workloads"] if name in tried]
 
 
 def complete_cells(results: Results, contender: str, workload: str | None = None) -> list[Cell]:
-    """Of a contender, on all workloads or one: what a drafter gets right does not depend on how many ask."""
+    """The complete cells of a contender under all loads, on all workloads or one."""
     cells = [cell for cell in results.cells if cell.contender == contender and cell.status == "complete"]
     return [cell for cell in cells if workload in (None, cell.workload)]
 
@@ -145,7 +145,7 @@ def eval_row(results: Results, contender: Contender) -> EvalRow:
 
 
 def text_warnings(results: Results) -> list[str]:
-    """One for each temperature at which the target repeats itself, or copies, too much for figures over all rounds."""
+    """Warnings for each temperature at which the target repeats itself or copies the prompt too much."""
     found: dict[str, defaultdict[str, list[RequestRecord]]] = {}
     temperatures = {one.name: one.temperature for one in results.contenders}
     for cell in results.cells:
@@ -171,12 +171,11 @@ def text_warnings(results: Results) -> list[str]:
 
 
 def acceptance(cells: Iterable[Cell], depths: int = 0, *, rounds: Rounds = "all") -> Panel:
-    """Columns: accepted drafts and rounds; or, of each of so many depths, drafts that stood and drafts.
+    """Return a panel with the columns accepted drafts and rounds; or accepted drafts and drafts of each of `depths`.
 
-    Of fresh and of novel `rounds` requests alone can tell.
-
-    A cell none of whose requests tells has its own tally, as a server tells of all prompts together. The turns of a
-    conversation are one prompt, and prompts of two workloads with the same id are two.
+    If no request of a cell has a tally, the cell's own is used (a server's counters are for all prompts together);
+    there is none for fresh and novel `rounds`. The turns of a conversation count as one prompt; prompts of different
+    workloads are different, even with the same id.
     """
     rows = []
     for cell in cells:
@@ -198,7 +197,7 @@ def acceptance_length(cells: Iterable[Cell], rounds: Rounds = "all") -> Interval
 
 
 def acceptance_rates(cells: Sequence[Cell]) -> dict[int, Interval]:
-    """Of each depth that was drafted to, the share of drafts that stood."""
+    """Return the share of accepted drafts at each depth."""
     depths = max((cell.acceptance_statistics.depth for cell in cells), default=0)
     panel = acceptance(cells, depths)
     rates = [BOOTSTRAP.interval([panel], pooled(top=2 * d, bottom=2 * d + 1), is_share=True) for d in range(depths)]
@@ -206,13 +205,13 @@ def acceptance_rates(cells: Sequence[Cell]) -> dict[int, Interval]:
 
 
 def _shares(answers: Mapping[str, Iterable[RequestRecord]], tokens: CountedTokens) -> dict[str, float]:
-    """Of such tokens, in each group of answers that tells."""
+    """Return the share of such tokens in each group of answers for which it is known."""
     shares = {name: token_share(several, tokens) for name, several in answers.items()}
     return {name: share for name, share in shares.items() if share is not None}
 
 
 def _lengths(cells: Iterable[Cell], key: Callable[[str, RequestRecord], str]) -> dict[str, Interval]:
-    """Acceptance length by group of the requests that tell; `key` gets the workload and the request."""
+    """Return the acceptance length by group of requests; `key` gets the workload and the request."""
     every = [(cell, record) for cell in cells for record in cell.good]
     groups = grouped(every, lambda pair: key(pair[0].workload, pair[1]))
     found = {
@@ -223,7 +222,7 @@ def _lengths(cells: Iterable[Cell], key: Callable[[str, RequestRecord], str]) ->
 
 
 def _mean(lengths: Sequence[Interval | None]) -> Interval | None:
-    """The mean of independent figures: their half-widths add as squares."""
+    """Return the mean of independent figures: the squares of their half-widths are added."""
     known = [length for length in lengths if length is not None]
     if not known or len(known) < len(lengths):
         return None
@@ -236,7 +235,7 @@ def _mean(lengths: Sequence[Interval | None]) -> Interval | None:
 
 
 class EvalReport:
-    """Results of kind `eval` and what can be said of them. Figures are derived once."""
+    """Results of kind `eval` and figures that follow from them."""
 
     def __init__(self, results: Results) -> None:
         self.results = results
@@ -253,9 +252,9 @@ class EvalReport:
     def tables(
         self, write: Callable[[Interval | None], TableCell | str] | None = None, *, by_workload_alone: bool = False
     ) -> list[Table]:
-        """By workload, depth, category and input length; those that say nothing new are left out.
+        """Return tables by workload, depth, category and input length, without those of a single group.
 
-        `write` writes a length; if left out, with its interval beside it, as a page shows it.
+        `write` formats a length; the default is a cell with its interval, as on a page.
         """
         write = write or (lambda length: figure_cell(length, "{:.2f}", missing=NOTHING))
 
@@ -270,13 +269,13 @@ class EvalReport:
             return table(title, names, [[write(value.get(name)) for name in names] for value in values])
 
         workloads = workloads_of(self.results)
-        is_one = len(workloads) == 1  # which is its own mean
+        is_one = len(workloads) == 1  # then there is no column for the mean
 
         def with_mean(known: Mapping[str, Interval], mean: Interval | None) -> dict[str, Interval | None]:
             return {**dict.fromkeys(workloads), **known, **({} if is_one else {"mean": mean})}
 
         def shares(title: str, of_row: Callable[[EvalRow], tuple[Mapping[str, float], float | None]]) -> list[Table]:
-            """None, where nobody tells."""
+            """An empty list if no share is known."""
             several = [(*map(known.get, workloads), whole) for known, whole in map(of_row, self.rows)]
             several = [row[:1] for row in several] if is_one else several
             body = [[NOTHING if share is None else percent(share) for share in row] for row in several]
@@ -311,21 +310,21 @@ class EvalReport:
 
     @property
     def tells_repetition(self) -> bool:
-        """Results of earlier versions, and a vLLM that tells no rounds, do not."""
+        """Whether repetition is known. Results of earlier versions, and of a vLLM without round records, lack it."""
         return any(row.fresh_by_workload for row in self.rows)
 
     @property
     def tells_copies(self) -> bool:
-        """The same; there are versions that told of repetition alone."""
+        """Whether copies of the prompt are known too; some versions recorded repetition only."""
         return self.tells_repetition and any(row.copied_by_workload for row in self.rows)
 
     @property
     def notes(self) -> list[str]:
-        """What must be known beside the figures."""
+        """Warnings and notes that belong to the figures."""
         return [*text_warnings(self.results), *self.results.notes]
 
     def markdown(self) -> str:
-        """The tables for a model card, with what a reader needs to know to compare them."""
+        """The tables for a model card, with the conditions of the measurement."""
         template = page_template("fledge.evaluation", "card.md.jinja")
         target = self.results.contenders[0].target
         is_hub_name = target.count("/") == 1 and not Path(target).is_dir()
@@ -333,32 +332,33 @@ class EvalReport:
         return template.render(report=self, results=self.results, target=name, tables=self.tables(plus_minus)) + "\n"
 
     def summary(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """The JSON values that `--json` prints."""
         rows = [{**row.to_dict(), "outside_vocabulary": row.outside_vocabulary} for row in self.rows]
         return {"status": self.results.status, "notes": self.notes, "rows": rows}
 
     @property
     def lossless(self) -> str:
-        """One sentence on whether drafters changed what the target says."""
+        """One sentence on whether drafters changed the target's answers."""
         greedy = [row for row in self.rows if row.temperature == 0]
         return said("fledge.evaluation", "lossless.jinja", rows=greedy)[0].text
 
     def cards(self, section: str) -> list[Card]:
-        """The verdict on each drafter; `section` is the anchor of what backs it."""
+        """The verdict on each drafter; `section` is the anchor of the section with its figures."""
         found = []
         for drafter, rows in grouped(self.rows, attrgetter("drafter")).items():
             coldest = min(row.temperature for row in rows)
             means = sorted((row.depth, row.mean.value) for row in rows if row.temperature == coldest and row.mean)
-            about = {"rows": rows, "means": means, "copying": COPYING, "section": section}
+            novel = [row.novel_mean.value for row in rows if row.temperature == coldest and row.novel_mean]
+            about = {"rows": rows, "means": means, "novel": novel, "copying": COPYING, "section": section}
             headline, *sentences = said("fledge.evaluation", "verdict.jinja", **about)
             tiles = [(f"{value:.2f}", f"mean at K={depth}, T={coldest:g}", headline.tone) for depth, value in means]
             found.append(Card(name=drafter, headline=headline.text, tiles=tuple(tiles), sentences=tuple(sentences)))
         return found
 
     def charts(self, number: int = 1) -> list[Chart]:
-        """Mean length against depth, drafts that stand by depth, and lengths by workload for each temperature.
+        """Charts of mean length by depth, accepted drafts by depth, and lengths by workload for each temperature.
 
-        `number` tells the pictures of one results file from those of others on a page.
+        `number` distinguishes the pictures of several results files on a page.
         """
         depths: dict[str, tuple[dict[str, Any], dict[int, Interval]]] = {}
         for row in sorted(self.rows, key=lambda row: row.depth):
@@ -385,7 +385,7 @@ class EvalReport:
         return charts_of(drawn)
 
     def _style(self, row: EvalRow, line: int) -> dict[str, Any]:
-        """The colour of the drafter, with the marker and the dash of a line."""
+        """The drafter's colour with the marker and dash of a line."""
         return series_style(line) | {"color": SERIES[self.drafters.index(row.drafter) % len(SERIES)]}
 
 

@@ -1,7 +1,8 @@
-"""What `fledge eval` and `fledge bench` measured, request by request, so that figures can be derived anew.
+"""Results of `fledge eval` and `fledge bench`, request by request, so that figures can be derived again.
 
-A *cell* is one contender under one load on one workload, once. Contenders take turns and each cell is repeated, so a
-noisy machine hits all alike. Nothing here is an average: `bench/figures.py` and `evaluation/report.py` derive those.
+A *cell* is one contender under one load on one workload, once. Contenders take turns and each cell is repeated, so
+that noise of the machine affects all of them. Nothing here is an average: `bench/figures.py` and
+`evaluation/report.py` compute those.
 """
 
 import hashlib
@@ -23,27 +24,27 @@ from fledge.records import Record, decode
 
 SCHEMA = 1
 Kind = Literal["fledge", "server", "transformers", "vllm"]  # `server`: any OpenAI-compatible one, over HTTP
-Difference = Literal["tie", "clear", "unchecked"]  # of the target's best two tokens where the answers part
+Difference = Literal["tie", "clear", "unchecked"]  # whether the target's two best tokens tied where answers differ
 DraftMode = Mapping[str, Any]  # a --speculative-config without its model
 Status = Literal["complete", "partial", "failed"]
 Tally = tuple[tuple[int, int, int], ...]  # (drafted, accepted, rounds)
-Rounds = Literal["all", "fresh", "novel"]  # fresh: that start on no repeated token; novel: nor on a copied one
+Rounds = Literal["all", "fresh", "novel"]  # fresh: without rounds in repetition; novel: also without those in copies
 CountedTokens = Literal["repeated_tokens", "copied_tokens"]
 _TURN = " turn "
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender(Record):
-    """One way to answer, under a name that is unique in a run."""
+    """One system under test: an engine or server with a target, perhaps a drafter. Its name is unique in a run."""
 
     name: str
     kind: Kind
     target: str
     drafter: str | None = None
-    speculation: Mapping[str, Any] | None = None  # as given in a --speculative-config; None: no speculation, or unknown
+    speculation: Mapping[str, Any] | None = None  # a --speculative-config; None: no speculation, or unknown
     url: str | None = None
-    inflated: str | None = None  # the shape whose cost it has, e.g. "8b", while it says what a small model says
-    temperature: float | None = None  # where contenders of one run differ in it; else it is in the run's settings
+    inflated: str | None = None  # the shape that a small model was enlarged to, such as "8b"
+    temperature: float | None = None  # if contenders of a run differ in it; else it is in the run's settings
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -65,7 +66,7 @@ def mode_name(mode: DraftMode) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Load(Record):
-    """How requests arrive: `concurrency` at all times, or `rate` per second at random (Poisson)."""
+    """How requests arrive: with constant `concurrency`, or at random with `rate` per second (Poisson)."""
 
     concurrency: int | None = None
     rate: float | None = None
@@ -79,7 +80,7 @@ class Load(Record):
 
     @property
     def size(self) -> float:
-        """Where it stands on an axis of its kind."""
+        """Its value on an axis of its kind."""
         return float(self.concurrency or self.rate or 0)
 
     @property
@@ -90,31 +91,31 @@ class Load(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord(Record):
-    """One request. Times are seconds after the cell's start; None where it did not come so far."""
+    """One request. Times are seconds after the cell's start; None if it did not get so far."""
 
-    prompt: str  # the id of the prompt in its workload; of one with several turns, see `turn_name`
+    prompt: str  # the id of the prompt in its workload; for several turns see `turn_name`
     sent: float
     first_token: float | None = None
     done: float | None = None
     prompt_tokens: int | None = None
     output_tokens: int = 0
     error: str | None = None  # one line; such a request is in no mean
-    digest: str | None = None  # of the tokens or the text: whether two contenders said the same
-    acceptance: Tally = ()  # where the contender tells
-    fresh_acceptance: Tally = ()  # of the rounds outside repetition, where it tells of each round
-    novel_acceptance: Tally = ()  # of those among them that start on no token copied from the prompt
+    digest: str | None = None  # of the tokens or the text, to compare the answers of contenders
+    acceptance: Tally = ()  # if the contender reports it
+    fresh_acceptance: Tally = ()  # of the rounds outside repetition, if each round is known
+    novel_acceptance: Tally = ()  # of the rounds outside repetition and copies of the prompt
     repeated_tokens: int | None = None  # of its output, see `decoding/statistics.py`; None: not known
     copied_tokens: int | None = None  # of its output, from its prompt; some may be repeated too
-    missed: int | None = None  # drafts refused whose right token is known
+    missed: int | None = None  # rejected drafts whose right token is known
     missed_outside: int | None = None  # of these, those whose right token is not in the draft vocabulary
-    differs: Difference | None = None  # from the target's own greedy answer
+    differs: Difference | None = None  # from the target's greedy answer
 
     def tally(self, rounds: Rounds) -> Tally:
-        """Of all rounds, of the fresh ones or of the novel ones."""
+        """The tally of all rounds, of the fresh ones or of the novel ones."""
         return {"all": self.acceptance, "fresh": self.fresh_acceptance, "novel": self.novel_acceptance}[rounds]
 
     def to_dict(self) -> dict[str, Any]:
-        """Without what is as usual: there may be ten thousand."""
+        """JSON values without fields that have their default: there may be ten thousand records."""
         values = super().to_dict()
         return {known.name: values[known.name] for known in fields(self) if getattr(self, known.name) != known.default}
 
@@ -131,18 +132,18 @@ class Cell(Record):
     requests: tuple[RequestRecord, ...]
     status: Status = "complete"
     note: str | None = None  # why it is not complete
-    acceptance: Tally = ()  # of the whole cell, where only that is known (a server's metrics)
-    state_growth: Triples = ()  # of the drafter, where the engine was at hand
+    acceptance: Tally = ()  # of the whole cell, if it is not known by request (a server's metrics)
+    state_growth: Triples = ()  # of the drafter, if our engine ran it
     reliability: Triples = ()
 
     @property
     def good(self) -> tuple[RequestRecord, ...]:
-        """The requests that were answered in full."""
+        """The requests that were answered completely."""
         return tuple(r for r in self.requests if r.error is None and r.done is not None)
 
     @property
     def acceptance_statistics(self) -> AcceptanceStatistics:
-        """Pooled over the requests that tell, or the cell's own tally."""
+        """Acceptance pooled over the requests, or else the cell's own tally."""
         told = statistics_of_requests(self.good)
         return told if told.rounds else statistics_of(self.acceptance)
 
@@ -159,7 +160,7 @@ class Results(Record):
     settings: Mapping[str, Any]  # max_tokens, temperature, seed, sample, workloads with their digests, ...
     provenance: Mapping[str, Any]
     status: Status = "complete"
-    notes: tuple[str, ...] = ()  # what a reader must know: interrupted, a server died, inflated models
+    notes: tuple[str, ...] = ()  # for the reader: interrupted, a server died, inflated models
 
     def to_dict(self) -> dict[str, Any]:
         return {"fledge_results": SCHEMA, **super().to_dict()}
@@ -170,7 +171,7 @@ class Results(Record):
 
     @property
     def workload_facts(self) -> dict[str, Mapping[str, Any]]:
-        """What the settings say about workloads, by name: prompts, digest, source, licence."""
+        """Facts about the workloads from the settings, by name: prompts, digest, source, licence."""
         found = self.settings.get("workloads") or ()
         if isinstance(found, Mapping):
             return {str(name): facts for name, facts in found.items() if isinstance(facts, Mapping)}
@@ -178,29 +179,29 @@ class Results(Record):
 
 
 def turn_name(prompt: str, turn: int) -> str:
-    """What a request is called that is one of several turns of a prompt."""
+    """Return the id of a request that is one of several turns of a prompt."""
     return f"{prompt}{_TURN}{turn}"
 
 
 def conversation_of(prompt: str) -> str:
-    """The prompt that a request belongs to: what `turn_name` was given."""
+    """Return the prompt that a request belongs to, the inverse of `turn_name`."""
     return prompt.partition(_TURN)[0]
 
 
 def token_digest(tokens: Iterable[int]) -> str:
-    """Of the token ids: whether two contenders said the same."""
+    """Return a digest of token ids, to compare the answers of contenders."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 
 def tally_triples(statistics: AcceptanceStatistics) -> Tally:
-    """A tally as results store it."""
+    """Return a tally in the form that results store."""
     return tuple((drafted, accepted, rounds) for (drafted, accepted), rounds in sorted(statistics.tally.items()))
 
 
 def answer_facts(
     tokens: Sequence[int], *, prompt: Sequence[int], acceptance: AcceptanceStatistics, rounds: Sequence[RoundRecord]
 ) -> dict[str, Any]:
-    """What a `RequestRecord` says of the answer `tokens` to the tokens of a prompt."""
+    """Return the fields of a `RequestRecord` that follow from the answer `tokens` to the tokens of a prompt."""
     overlap = Overlap.of(prompt, tokens)
     return {
         "prompt_tokens": len(prompt),
@@ -215,14 +216,14 @@ def answer_facts(
 
 
 def token_share(requests: Iterable[RequestRecord], tokens: CountedTokens) -> float | None:
-    """Of the output of requests that tell; None where none does."""
+    """Return the share of such tokens in the output of requests for which it is known; None if there are none."""
     known = [(count, one.output_tokens) for one in requests if (count := getattr(one, tokens)) is not None]
     total = sum(output for _, output in known)
     return sum(count for count, _ in known) / total if total else None
 
 
 def statistics_of(tally: Iterable[tuple[int, int, int]]) -> AcceptanceStatistics:
-    """What `tally_triples` was given."""
+    """Return the statistics of a stored tally, the inverse of `tally_triples`."""
     counts: Counter[tuple[int, int]] = Counter()
     for drafted, accepted, rounds in tally:
         counts[drafted, accepted] += rounds
@@ -230,12 +231,12 @@ def statistics_of(tally: Iterable[tuple[int, int, int]]) -> AcceptanceStatistics
 
 
 def statistics_of_requests(requests: Iterable[RequestRecord], rounds: Rounds = "all") -> AcceptanceStatistics:
-    """Pooled over the requests that tell of such rounds."""
+    """Return the acceptance in such rounds, pooled over requests."""
     return statistics_of(triple for request in requests for triple in request.tally(rounds))
 
 
 def write_results(results: Results, path: Path) -> None:
-    """Write whole or not at all. Raises ConfigError where that is not possible."""
+    """Write atomically. Raises ConfigError if that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(results.to_dict(), separators=(",", ":")) + "\n")
@@ -244,7 +245,7 @@ def write_results(results: Results, path: Path) -> None:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise ConfigError if `path` cannot be written: before hours of work, not after. Leaves nothing behind."""
+    """Raise ConfigError if `path` cannot be written, to find out before hours of work. Leaves no file behind."""
     if path.is_dir():
         raise ConfigError(f"{option} {path}: is a directory, expected a file's name")
     what = "its directory cannot be made"
@@ -257,7 +258,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read what `write_results` wrote; ConfigError names the key of a damaged file."""
+    """Read results. Raises ConfigError, which for a damaged file names the key."""
     try:
         values = parse_json(read_bytes(path))
     except FileNotFoundError:
@@ -270,7 +271,7 @@ def read_results(path: Path) -> Results:
     damaged = f"{path}: damaged benchmark results"
     try:
         results = decode(Results, values, damaged, strict=False)
-    except ValueError as error:  # of a class that checks itself
+    except ValueError as error:  # from a __post_init__
         raise ConfigError(f"{damaged}: {error}") from None
     names = {contender.name for contender in results.contenders}
     if unknown := [cell.contender for cell in results.cells if cell.contender not in names]:

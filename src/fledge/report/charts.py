@@ -1,4 +1,4 @@
-"""Matplotlib figures for a page: SVG that is part of the HTML and takes its colours from the page's light or dark."""
+"""Matplotlib figures for a page: SVG inside the HTML, with the colours of the page's light or dark scheme."""
 
 import io
 import re
@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
 from fledge.files import atomic_path
 from fledge.report.intervals import Floats, Interval
 
-# Colours that the page knows by a name and changes with the scheme; the value is that of the light scheme.
+# Colours that are CSS variables of the page; these are their values in the light scheme.
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5b6471", "#d9dde3", "#fffffe"
 SERIES = ("#d55e00", "#0072b2", "#009e73", "#b8508f", "#a67100", "#3a8fc0")  # after Okabe and Ito, but darker ends
 _MARKERS, _DASHES = "osD^vP", ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
@@ -47,8 +47,8 @@ STYLE = {
 
 
 def series_style(number: int) -> dict[str, Any]:
-    """Of a line that is drawn in several pictures: always the same colour, dash and marker."""
-    shape = number + number // len(SERIES)  # where colours are used up, the same one comes with another marker
+    """Return the style of a line, which is the same in all pictures: colour, dash and marker."""
+    shape = number + number // len(SERIES)  # when colours repeat, markers differ
     return {
         "color": SERIES[number % len(SERIES)],
         "marker": _MARKERS[shape % len(_MARKERS)],
@@ -59,14 +59,14 @@ def series_style(number: int) -> dict[str, Any]:
 
 
 def short_title(title: str) -> str:
-    """A name that fits into a legend, with both of its ends."""
+    """Shorten a name in the middle so that it fits into a legend."""
     return title if len(title) <= _LONGEST else f"{title[: _LONGEST // 2 - 1]}…{title[-_LONGEST // 2 :]}"
 
 
 def to_svg(figure: Figure, name: str, label: str) -> str:
-    """Return one `<svg>` element. `name` keeps its ids apart from those of other figures, `label` is read out.
+    """Return one `<svg>` element. `name` makes its ids unique on the page; `label` is for screen readers.
 
-    Ids that nothing refers to are dropped, and colours that the page knows are called by their names.
+    Unused ids are removed, and colours are replaced by the page's CSS variables.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
@@ -86,7 +86,7 @@ def to_svg(figure: Figure, name: str, label: str) -> str:
 
 
 def save_png(figure: Figure, path: Path, title: str) -> None:
-    """Write a picture that stands by itself: on white, higher by the lines of its title."""
+    """Write a PNG with a white background and a title above the picture."""
     lines = [line for one in title.split("\n") for line in wrap(one, _TITLE_WIDTH)]
     figure.set_figheight(figure.get_figheight() + _TITLE_INCHES * len(lines))
     with matplotlib.rc_context(STYLE), atomic_path(path) as temporary:
@@ -99,7 +99,7 @@ Drawn = tuple[str, str, str, Figure | None]  # name, section, title and picture,
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A picture, its section of the report (none: it is a file only), and the drafter it is about (None: all)."""
+    """A picture, its section of the report (empty: it is a file only), and its drafter (None: all of them)."""
 
     name: str
     section: str
@@ -117,7 +117,7 @@ def charts_of(drawn: Iterable[Drawn]) -> list[Chart]:
 
 
 def percentages() -> PercentFormatter:
-    """For an axis of shares, written as in the text."""
+    """Return a formatter for an axis of shares."""
     return PercentFormatter(1.0, decimals=0, symbol=" %")
 
 
@@ -145,7 +145,7 @@ def unframed(axes: Axes) -> None:
 
 
 def put_legend(figure: Figure, axes: Axes, *, columns: int = 3) -> None:
-    """Below the axes, in as many columns as fit. The figure grows by what it needs: the axes keep their size."""
+    """Put the legend below the axes, in as many columns as fit. The figure grows, the axes keep their size."""
     handles, labels = axes.get_legend_handles_labels()
     if not labels:
         return
@@ -160,21 +160,22 @@ def put_legend(figure: Figure, axes: Axes, *, columns: int = 3) -> None:
 
 
 def interval_bars(axes: Axes, x: Sequence[float], values: Sequence[Interval | None], **style: Any) -> None:
-    """Points, their intervals where there are any, and a line through them that breaks where there is no value."""
+    """Draw points with their intervals, and a line through them with gaps where there is no value."""
     middle, *reach = interval_edges(values)
     axes.errorbar(x, middle, yerr=reach, capsize=2.5, elinewidth=1.2, **style)
 
 
 def interval_edges(values: Sequence[Interval | None]) -> tuple[Floats, Floats, Floats]:
-    """Values, and how far their intervals reach below and above them; NaN where there is no value."""
+    """Return values, and the lengths of their intervals below and above; NaN where there is no value."""
     ends = [(np.nan,) * 3 if one is None else (one.value, *one.ends) for one in values]
     middle, low, high = np.array(ends, dtype=np.float64).reshape(-1, 3).T
     return middle, np.abs(middle - low), np.abs(high - middle)
 
 
 def lines_by_depth(lines: Lines, *, percent: bool = False) -> Figure | None:
-    """Acceptance lengths against how far ahead was drafted, or the share (`percent`) of rounds whose draft stands
-    against its depth. Each line is a bit beside the others. None for nothing, and for lengths of one depth only.
+    """Plot acceptance length against draft depth, or with `percent` the share of accepted drafts at each depth.
+
+    Lines are shifted a little against each other. Returns None without data, or if there are lengths of one depth only.
     """
     lines = {label: line for label, line in lines.items() if line[1]}
     if not any(len(values) > 1 or percent for _, values in lines.values()):
@@ -196,7 +197,7 @@ def lines_by_depth(lines: Lines, *, percent: bool = False) -> Figure | None:
 
 
 def forest(lines: Lines) -> Figure | None:
-    """Acceptance lengths and their intervals by name from the top down, a row for each line; None for one name."""
+    """Plot acceptance lengths and their intervals by name, from the top down; None if there is only one name."""
     names = list(dict.fromkeys(name for _, values in lines.values() for name in values))
     if len(names) < 2:
         return None

@@ -1,10 +1,10 @@
-"""Confidence intervals: what other prompts, and other repeats of a measurement, might have given (`docs/bench.md`).
+"""Confidence intervals over prompts and over repeats of a measurement (`docs/bench.md`).
 
-Rounds and requests of one prompt resemble each other, so prompts are what is drawn anew, each with all it has. Repeats
-are too few to draw from: their spread gives a standard error, and Student's t says how far off that may be.
+Rounds and requests of one prompt are correlated, so the bootstrap resamples whole prompts. There are too few repeats to
+resample: their spread gives a standard error, which is scaled by draws of Student's t.
 
-Most figures are pooled means, sum of totals / sum of counts over prompts: acceptance length with accepted drafts and
-rounds (plus one), an attention share with its sum over rounds and the rounds, a speed with tokens and seconds.
+Most figures are pooled means, sum of totals / sum of counts over prompts: acceptance length is accepted drafts / rounds
+plus one, an attention share is its sum over rounds / rounds, a speed is tokens / seconds.
 """
 
 import math
@@ -21,7 +21,7 @@ from fledge.records import Record
 
 RESAMPLES = 2000
 LEVEL = 0.95
-_BLOCK = 4_000_000  # draws that are held as floats at a time
+_BLOCK = 4_000_000  # draws in memory as floats at a time
 
 Floats = NDArray[np.float64]
 Counts = Mapping[str, tuple[float, float]]  # prompt -> (total, count): its part in a pooled mean
@@ -30,7 +30,7 @@ Statistic = Callable[[Sequence[Floats]], Floats]  # of the totals of each panel,
 
 @dataclass(frozen=True, kw_only=True)
 class Interval(Record):
-    """A figure and where it may well lie. `low` and `high` are None where there is too little to say."""
+    """A figure and its confidence interval. `low` and `high` are None if there is too little data."""
 
     value: float
     low: float | None = None
@@ -38,18 +38,18 @@ class Interval(Record):
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Where it may lie; the value twice where that is not known."""
+        """The ends of the interval, or the value twice if there is none."""
         return self.value if self.low is None else self.low, self.value if self.high is None else self.high
 
     @property
     def half_width(self) -> float | None:
-        """What is written behind a plus-minus sign."""
+        """Half the width, for a plus-minus sign."""
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Record):
-    """A run against a base, over the prompts that both have."""
+    """A run compared with a base, over the prompts that both have."""
 
     difference: Interval
     ratio: Interval
@@ -60,7 +60,7 @@ class Comparison(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Sums of something over what each prompt has in each repeat."""
+    """Sums for each prompt in each repeat."""
 
     repeats: tuple[int, ...]
     prompts: tuple[str, ...]
@@ -89,32 +89,32 @@ class Panel:
         return [prompt for prompt in self.prompts if prompt in known]
 
     def beside(self, other: "Panel") -> "Panel":
-        """Both, over the prompts and repeats that both have, the other's columns after these: drawn together."""
+        """Both panels side by side, over common prompts and repeats, so that they are resampled together."""
         prompts = self.common_prompts(other)
         repeats = [repeat for repeat in self.repeats if repeat in other.repeats]
         values = [panel.only(prompts, repeats).values for panel in (self, other)]
         return Panel(repeats=tuple(repeats), prompts=tuple(prompts), values=np.concatenate(values, axis=2))
 
     def value(self, statistic: Statistic) -> float | None:
-        """The statistic of this panel alone; None where it is not defined."""
+        """The statistic of this panel; None if it is not defined."""
         value = float(statistic([self.values.sum(axis=1)])) if self.values.size else np.nan
         return value if np.isfinite(value) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bootstrap:
-    """How intervals are made. The same seed gives the same interval."""
+    """Computes intervals. The same seed gives the same interval."""
 
     resamples: int = RESAMPLES
     level: float = LEVEL
     seed: int = 0
 
     def interval(self, panels: Sequence[Panel], statistic: Statistic, *, is_share: bool = False) -> Interval | None:
-        """Return the statistic of all panels and its interval; None where it is not defined.
+        """Return the statistic of all panels and its interval; None if it is not defined.
 
-        Prompts are drawn together where all panels have the same ones, else apart. Repeats of different panels vary
-        apart. Where a panel has no second prompt or repeat there is a value and no interval. `is_share`: noise adds to
-        the statistic, where it else multiplies it, as it does times.
+        If all panels have the same prompts, these are resampled together, else separately. Repeats of different panels
+        are independent. If a panel has only one prompt and one repeat, there is a value without interval. `is_share`:
+        noise is additive; by default it is multiplicative, as in times.
         """
         if any(panel.values.size == 0 for panel in panels):
             return None
@@ -122,7 +122,7 @@ class Bootstrap:
         value = float(statistic(whole))
         if not np.isfinite(value):
             return None
-        # One prompt that has something gives the same figure in every resample, which is no certainty.
+        # If only one prompt has data, all resamples are equal, which would look like certainty.
         counted = [(panel.values != 0).any(axis=(0, 2)).sum() for panel in panels]
         if any(max(len(panel.repeats), prompts) < 2 for panel, prompts in zip(panels, counted, strict=True)):
             return Interval(value=value)
@@ -153,7 +153,7 @@ class Bootstrap:
         drawn = []
         for start in range(0, self.resamples, step := max(1, _BLOCK // len(values))):
             reached = np.cumsum(weights[start : start + step][:, columns], axis=1, dtype=np.int64)
-            # Percentiles of the whole are interpolated; in a resample the nearest rank does, with ties everywhere.
+            # Quantiles of all values are interpolated; in resamples the nearest rank is good enough.
             places = [(reached >= level * reached[:, -1:]).argmax(axis=1) for level in levels]
             drawn.append(values[np.stack(places, axis=1)])
         of_resamples = np.concatenate(drawn)  # [resamples, levels]
@@ -174,13 +174,13 @@ class Bootstrap:
     def compare(self, run: Counts, base: Counts, *, offset: float = 0.0) -> Comparison | None:
         """Compare pooled means (with `offset` 1, acceptance lengths); None where either side counted nothing.
 
-        Prompts that both runs have are compared with themselves: which prompts were drawn then moves both sides alike,
-        and the interval is the narrower for it. Where no prompt is shared, the sides are resampled apart.
+        Prompts that both runs have are resampled together, which makes the interval narrower. If no prompt is shared,
+        the runs are resampled separately.
         """
         return self.compare_panels(_panel(run), _panel(base), offset=offset)
 
     def compare_panels(self, run: Panel, base: Panel, *, offset: float = 0.0) -> Comparison | None:
-        """The same of panels of two columns, totals and counts, whose repeats differ apart."""
+        """The same for panels of two columns, totals and counts, with independent repeats."""
         panels = [run, base]
         if common := panels[0].common_prompts(panels[1]):
             panels = [panel.only(common) for panel in panels]
@@ -194,7 +194,7 @@ class Bootstrap:
         return Comparison(difference=difference, ratio=ratio, base=before, prompts=prompts, is_paired=is_paired)
 
     def _resampled(self, panel: Panel, number: int) -> Floats:
-        """Totals [resamples, repeats, columns] of drawn prompts. Panels of another `number` are drawn apart."""
+        """Totals [resamples, repeats, columns] of resampled prompts; each `number` is resampled independently."""
         repeats, prompts, columns = panel.values.shape
         drawn = _draws(prompts, self.resamples, self.seed + number)
         flat = panel.values.transpose(1, 0, 2).reshape(prompts, repeats * columns)
@@ -203,7 +203,7 @@ class Bootstrap:
         return np.concatenate(blocks).reshape(-1, repeats, columns)
 
     def _spread(self, value: float, drawn: Floats, by_repeat: Sequence[Floats], *, is_share: bool) -> Interval:
-        """Put what drawing prompts gave and what repeats differ by together."""
+        """Combine the variation of resampled prompts with that of repeats."""
         drawn = drawn[np.isfinite(drawn)]
         if len(drawn) < self.resamples / 2:  # most resamples counted nothing: nothing can be said
             return Interval(value=value)
@@ -220,7 +220,7 @@ class Bootstrap:
 
 
 def cluster_sums(total: float, count: float) -> dict[str, float]:
-    """One cluster's part in what `cluster_interval` needs; parts add up, and can be taken away again."""
+    """Return one cluster's part of the sums of `cluster_interval`; parts can be added and subtracted."""
     products = {"total_total": total * total, "total_count": total * count, "count_count": count * count}
     return {"clusters": 1, "total": total, "count": count, **products}
 
@@ -228,8 +228,8 @@ def cluster_sums(total: float, count: float) -> dict[str, float]:
 def cluster_interval(sums: Mapping[str, float], *, level: float = LEVEL) -> Interval | None:
     """A pooled mean, sum of totals / sum of counts over clusters, from running sums; None where nothing was counted.
 
-    What resampling the clusters would give, to first order, for a stream too long to keep. With fewer than some thirty
-    clusters it is too narrow.
+    A first-order approximation of resampling clusters, for streams that are too long to keep. With fewer than about
+    thirty clusters the interval is too narrow.
     """
     clusters, count = sums["clusters"], sums["count"]
     if count <= 0:
@@ -256,7 +256,7 @@ def pooled(*, offset: float = 0.0, top: int = 0, bottom: int = 1) -> Statistic:
 def mean_ratio(totals: Floats, *, offset: float = 0.0) -> Floats:
     """Columns (a, b, c, d): the geometric mean over repeats of (offset + a / b) / (offset + c / d).
 
-    A repeat is compared with itself, so whatever slowed the machine in it slowed both.
+    Each repeat is compared with itself, because noise of the machine affects both sides of a repeat.
     """
     upper, lower = divide(totals[..., 0], totals[..., 1]), divide(totals[..., 2], totals[..., 3])
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -278,14 +278,14 @@ def _panel(counts: Counts) -> Panel:
 
 @lru_cache(maxsize=8)
 def _draws(count: int, resamples: int, seed: int) -> NDArray[np.uint16]:
-    """[resamples, count]: how often each is drawn when `count` are, with replacement."""
+    """Return [resamples, count]: how often each of `count` items is drawn with replacement."""
     drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
     return drawn.astype(np.uint16)
 
 
 @lru_cache(maxsize=8)
 def _students(freedom: int, resamples: int, seed: int) -> Floats:
-    """Draws of Student's t: how many standard errors a mean of freedom + 1 values may be off."""
+    """Return draws of Student's t with so many degrees of freedom."""
     return np.random.default_rng([seed, freedom]).standard_t(freedom, size=resamples)
 
 

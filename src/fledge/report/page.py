@@ -1,6 +1,6 @@
-"""The HTML reports of Fledge: templates that fill one skeleton (`page.html.jinja`) with blocks (`blocks.html.jinja`).
+"""The HTML reports of Fledge: templates that extend `page.html.jinja` and use the macros of `blocks.html.jinja`.
 
-What a report says of figures are the sentences of another template (`said`).
+The sentences of a report come from another template (`said`).
 """
 
 import re
@@ -19,7 +19,7 @@ from fledge.report.intervals import Interval
 from fledge.report.prose import Sentence, Tone
 
 _HIDDEN = ("Cc", "Cf", "Cs", "Co")
-# What matplotlib says at the top of every picture.
+# The style that matplotlib writes at the top of every picture.
 _DEFAULTS = "stroke-linejoin: round; stroke-linecap: butt"
 _ID = re.compile(r'(?<=url\(#)[^)]+|(?<=href="#)[^"]+|(?<= id=")[^"]+')
 
@@ -39,9 +39,9 @@ class Card:
 
 @cache
 def page_template(package: str, name: str) -> Template:
-    """A template of a package, which may extend or import those of `fledge.report`.
+    """Return a template of a package, which may extend or import those of `fledge.report`.
 
-    Whatever is put into it must be there, and is escaped where it becomes HTML.
+    Undefined variables are errors, and in HTML templates values are escaped.
     """
     loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader("fledge.report", ".")])
     strict: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
@@ -49,7 +49,7 @@ def page_template(package: str, name: str) -> Template:
 
 
 def said(package: str, name: str, /, **values: Any) -> list[Sentence]:
-    """The sentences of a template, in the order of its calls of `say`. It knows the functions of `prose`."""
+    """Return the sentences of a template, in the order of its calls of `say`. It can use the functions of `prose`."""
     found: list[Sentence] = []
 
     def say(section: str = "", tone: Tone = "neutral", *, caller: Callable[[], str]) -> str:
@@ -61,12 +61,12 @@ def said(package: str, name: str, /, **values: Any) -> list[Sentence]:
 
 
 def page_style() -> Markup:
-    """The style sheet, in light, dark and print. It knows the colours of `charts.py` by their names."""
+    """Return the style sheet for light, dark and print. It defines the colours of `charts.py`."""
     return Markup(page_template("fledge.report", "page.css.jinja").render(series=SERIES))
 
 
 def finished(page: str) -> str:
-    """A page as it is written: compact; without what a file may not hold, does not show, or would rearrange it."""
+    """Return the page as it is written: compact, and without control characters and other invisible ones."""
     return _without_hidden(compact_pictures(page))
 
 
@@ -76,10 +76,10 @@ def _without_hidden(text: str) -> str:
 
 
 def compact_pictures(page: str) -> str:
-    """Return a page whose pictures share one style sheet, and say no number more precisely than it can be seen.
+    """Return the page with a common style sheet for its pictures, and with rounded coordinates.
 
-    matplotlib writes every line of a picture with a style of its own. Knows the `<svg class="chart">` of `to_svg` and
-    nothing else; a picture looks as it did, to a hundredth of a pixel, and its words are left alone.
+    matplotlib writes a style attribute for every element. Only the `<svg class="chart">` of `to_svg` are changed; they
+    look the same to a hundredth of a pixel, and their text is not changed.
     """
     classes: dict[str, str] = {}  # by style
     ids: dict[str, str] = {}
@@ -108,7 +108,7 @@ def compact_pictures(page: str) -> str:
 
 
 def visible(text: str, *, flat: bool = False) -> str:
-    """Show what would not show, or would rearrange the page: control characters, and line ends as signs."""
+    """Replace invisible characters, and show line ends as signs."""
     return _without_hidden(text).replace("\n", "↵" if flat else "↵\n")
 
 

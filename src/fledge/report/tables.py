@@ -1,4 +1,4 @@
-"""Tables: one model that is printed in a terminal, written as Markdown, and set on a page (`page.html.jinja`)."""
+"""Tables that can be printed in a terminal, written as Markdown, and rendered on a page (`page.html.jinja`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ _BORDER = 3  # columns of a terminal that a cell takes besides its text
 
 @dataclass(frozen=True, kw_only=True)
 class TableCell:
-    """Text, and what a page shows beside it. A plain string may stand for one that is text alone."""
+    """The text of a cell, and what a page shows beside it. A plain string can be used for text only."""
 
     text: str
     ends: str = ""  # of an interval: "1.80, 2.00"
     tone: Tone = "neutral"
     colour: str = ""  # of a chip before the text
-    badge: str = ""  # what must stand wherever the text does
+    badge: str = ""  # a label that belongs to the text
     graphic: Markup | str = ""  # before the text
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class TableCell:
 
     @property
     def range(self) -> str:
-        """The interval in words."""
+        """The interval as "1.80 to 2.00"."""
         return self.ends.replace(", ", " to ")
 
 
@@ -50,9 +50,9 @@ def figure_cell(
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
     cells: tuple[TableCell | str, ...]
-    group: str = ""  # rows of one group follow each other, under its name
-    is_partial: bool = False  # something that should be in it is not
-    note: str = ""  # why; on a page it stands below the row
+    group: str = ""  # consecutive rows of a group are shown under its name
+    is_partial: bool = False  # something is missing from its figures
+    note: str = ""  # why; shown below the row on a page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,14 @@ class Table:
         return cls(title=title, header=tuple(header), rows=rows, labels=labels)
 
     def to_markdown(self) -> str:
-        """Without its title and groups; nothing in it can end a cell or begin HTML."""
+        """Return Markdown without title and groups. Text is escaped."""
         lines = [self.header, *(row.cells for row in self.rows)]
         text = [f"| {' | '.join(markdown_text(str(cell)) for cell in cells)} |" for cells in lines]
         return "\n".join([text[0], "|---" * len(self.header) + "|", *text[1:]])
 
     def to_rich(self, width: int) -> list[RichTable]:
-        """For a terminal of this width, in parts that fit, each with the labels. No figure is cut."""
-        # What is in a column stays on one line, its heading may be broken between words.
+        """Return parts that fit into a terminal of this width, each with the label columns. No figure is cut."""
+        # Cells stay on one line; headings may wrap between words.
         texts = [[*name.split(), "", *(str(row.cells[i]) for row in self.rows)] for i, name in enumerate(self.header)]
         texts[0] += [row.group for row in self.rows]
         widths = [max(map(len, column)) for column in texts]
@@ -109,5 +109,5 @@ class Table:
 
 
 def markdown_text(text: str) -> str:
-    """On one line, as text: no cell ends in it and no HTML begins."""
+    """Escape text for a cell of a Markdown table: on one line, without `|` and HTML."""
     return " ".join(visible(text, flat=True).split()).replace("|", "\\|").replace("<", "&lt;")

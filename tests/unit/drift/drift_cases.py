@@ -13,7 +13,7 @@ from fledge.drift.result import AttentionMeans, Calibration, DepthMetrics, Drift
 BOS, START, END = "<|begin|>", "<|im_start|>", "<|im_end|>"
 
 
-def byte_tokenizer(*, family: str | None = "chatml", bos: bool = True) -> Any:
+def byte_tokenizer(*, bos: bool = True) -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -21,7 +21,7 @@ def byte_tokenizer(*, family: str | None = "chatml", bos: bool = True) -> Any:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, additional_special_tokens=[START], bos_token=BOS if bos else None
     )
-    fast.chat_template = None if family is None else chat_template(family)
+    fast.chat_template = chat_template("chatml")
     return fast
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fledge.decoding.drafter_statistics import StateGrowth
 from fledge.drift.prompts import Segment
-from fledge.drift.replay import Passage, Replay, target_states
+from fledge.drift.replay import FinishedText, Replay, target_states
 from fledge.engine import runner
 from tests import engine_cases
 
@@ -29,8 +29,8 @@ def test_an_engine_samples_the_states_that_the_probe_replays(name: str, monkeypa
     assert len(norms) == len(starts) + 1 > 5
     segments = [Segment.SINK] * len(request.tokens)
     (states,) = target_states(engine_cases.target(), [request.tokens], drafter.aux_layer_ids)
-    passage = Passage(states=states, tokens=request.tokens, segments=segments, starts=starts)
-    found = Replay(drafter, [passage]).draft([starts], DEPTH)[0].hidden_rms
+    text = FinishedText(states=states, tokens=request.tokens, segments=segments, starts=starts)
+    found = Replay(drafter, [text]).draft([starts], DEPTH)[0].hidden_rms
     width = drafter.config.hidden_size
     torch.testing.assert_close(torch.tensor(norms[:-1]) / width**0.5, found.float(), rtol=1e-3, atol=1e-4)
     growth = engine.stats().state_growth

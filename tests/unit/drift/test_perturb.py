@@ -42,7 +42,8 @@ def test_every_default_name_parses_to_itself_and_every_kind_is_in_a_suite():
     names, causes = default_suite("full"), default_suite("causes")
     assert [parse_perturbation(name).name for name in names] == list(names)
     assert len(set(names)) == len(names)
-    of_drafting = [name for name in causes if parse_perturbation(name).acts_on_drafting]
+    parsed = {name: parse_perturbation(name) for name in causes}
+    of_drafting = [name for name, one in parsed.items() if one.pins or one.noise]
     assert of_drafting == ["noise:0.5", "noise:1.0", "pin"]  # nothing that a prompt can do, so no part of "full"
     assert set(causes) - set(names) == set(of_drafting)
     assert {kind for name in (*names, *causes) for kind in parse_perturbation(name).kinds} == set(KINDS)
@@ -244,7 +245,7 @@ def test_what_changes_nothing_is_skipped():
     assert (warm.skip, warm.prompts) == (None, tuple(several))
     assert parse_perturbation("temperature:0.7").temperature == 0.7
     drafting = parse_perturbation("noise:0.5+pin")
-    assert (drafting.noise, drafting.pins, drafting.acts_on_drafting) == (0.5, True, True)
+    assert (drafting.noise, drafting.pins) == (0.5, True)
     assert perturb(drafting, several, CONTEXT) == warm
 
 

@@ -17,7 +17,7 @@ from fledge.drift.perturb import Perturbation
 from fledge.drift.probe import Prober, ProbeSettings, trained_depth
 from fledge.drift.prompts import ProbePrompt
 from fledge.drift.result import DriftResult
-from fledge.drift.sources import CapturedSource, OwnSource, VllmServers
+from fledge.drift.sources import EngineSource, VllmServers, VllmSource
 from fledge.evaluation.results import statistics_of
 from fledge.models.config import DrafterConfig
 from fledge.training.capture import FledgeCapture
@@ -63,7 +63,7 @@ def loaded(root: Path, name: str, settings: ProbeSettings = SETTINGS, **options:
 
 
 def own(prober: Prober) -> LLM:
-    assert isinstance(prober.source, OwnSource)
+    assert isinstance(prober.source, EngineSource)
     return prober.source.llm
 
 
@@ -288,7 +288,7 @@ def test_from_states_that_vllm_writes_it_sees_the_same_without_loading_the_targe
     monkeypatch.setattr(LLM, "__init__", None)  # nothing is decoded here
     prober = Prober(path, "ids", SETTINGS, {"device": "cpu"}, vllm)
     prober.load(str(ids_pair / name))
-    assert isinstance(prober.source, CapturedSource)
+    assert isinstance(prober.source, VllmSource)
     assert len(prober.source._ends.layers) == 0
     found = probe(prober)
     prober.load(str(ids_pair / "eagle3"))

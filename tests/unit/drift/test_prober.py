@@ -9,7 +9,7 @@ import pytest
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.drift import sources
-from fledge.drift.answers import KeptAnswers
+from fledge.drift.answers import AnswerCache
 from fledge.drift.perturb import UNPERTURBED, parse_perturbation
 from fledge.drift.probe import Prober, ProbeSettings
 from fledge.drift.prompts import ProbePrompt
@@ -86,16 +86,16 @@ PROMPTS = [ProbePrompt(**vars(one)) for one in WORKLOAD.prompts[:2]]
 
 def prober_of(pair: Path, answers: Path | None = None) -> Prober:
     settings = ProbeSettings(depth=3, max_tokens=12)
-    return Prober(str(pair / "target"), "small", settings, {"device": "cpu"}, answers=KeptAnswers(answers))
+    return Prober(str(pair / "target"), "small", settings, {"device": "cpu"}, answers=AnswerCache(answers))
 
 
 def test_answers_and_states_are_shared_and_a_result_is_what_the_drafter_gives_alone(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered = list[int]()
-    original = sources.OwnSource.answers
+    original = sources.EngineSource.answers
     monkeypatch.setattr(
-        sources.OwnSource, "answers", lambda self, *given: answered.append(len(given[0])) or original(self, *given)
+        sources.EngineSource, "answers", lambda self, *given: answered.append(len(given[0])) or original(self, *given)
     )
 
     def cells(prober: Prober, name: str, drafters: tuple[str, ...], out: str) -> list[dict]:
@@ -135,7 +135,7 @@ def test_answers_on_disk_are_taken_by_another_process_unless_damaged(
     (path,) = tmp_path.glob("*.json")
     path.write_text(path.read_text().replace('"left_out":{}', '"left_out":{"x":"y"}'))
     assert answered() == first  # its digest tells: made anew
-    monkeypatch.setattr(sources.OwnSource, "answers", lambda *_: pytest.fail("answered again"))
+    monkeypatch.setattr(sources.EngineSource, "answers", lambda *_: pytest.fail("answered again"))
     assert answered() == first
     with pytest.raises(pytest.fail.Exception, match="answered again"):
         answered(max_tokens=11)

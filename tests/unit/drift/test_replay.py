@@ -12,7 +12,16 @@ from torch import Tensor
 
 from fledge.drift import storages
 from fledge.drift.prompts import Segment
-from fledge.drift.replay import AS_IT_IS, Feeding, Passage, Replay, Replayed, fusion_parts, rounds_taken, target_states
+from fledge.drift.replay import (
+    NO_INTERVENTION,
+    FinishedText,
+    Intervention,
+    Replay,
+    Replayed,
+    fusion_parts,
+    rounds_taken,
+    target_states,
+)
 from fledge.drift.storages import Rows, VerifiedRows, causal_attention
 from fledge.engine.outputs import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
@@ -48,9 +57,11 @@ def served(name: str, depth: int, max_tokens: int = 24) -> tuple[list[int], list
     return request.tokens, request.rounds, drafts
 
 
-def passage(model: Drafter, tokens: Sequence[int], starts: Sequence[int], of: Any = None, **more: Any) -> Passage:
+def finished_text(
+    model: Drafter, tokens: Sequence[int], starts: Sequence[int], of: Any = None, **more: Any
+) -> FinishedText:
     (states,) = target_states(of or target(), [tokens], model.aux_layer_ids)
-    return Passage(states=states, tokens=tokens, segments=SEGMENTS[: len(tokens)], starts=starts, **more)
+    return FinishedText(states=states, tokens=tokens, segments=SEGMENTS[: len(tokens)], starts=starts, **more)
 
 
 def replayed(
@@ -59,11 +70,13 @@ def replayed(
     starts: Sequence[int],
     depth: int,
     *,
-    feeding: Feeding = AS_IT_IS,
+    intervention: Intervention = NO_INTERVENTION,
     of: Any = None,
     **settings: Any,
 ) -> Replayed:
-    (found,) = Replay(model, [passage(model, tokens, starts, of)], **settings).draft([starts], depth, feeding)
+    (found,) = Replay(model, [finished_text(model, tokens, starts, of)], **settings).draft(
+        [starts], depth, intervention
+    )
     return found
 
 
@@ -217,24 +230,24 @@ def test_work_in_pieces_changes_nothing() -> None:
 
 def test_a_pinned_state_is_fed_at_its_first_size_and_noise_is_the_rounds_own() -> None:
     feature, first = torch.randn(3, 512), torch.randn(3, 512)
-    pinned = Feeding(pin=True)(4 * feature, 2 * first, [7, 8, 9], 2)
+    pinned = Intervention(pin=True)(4 * feature, 2 * first, [7, 8, 9], 2)
     torch.testing.assert_close(pinned.square().mean(-1), (2 * first).square().mean(-1))
     torch.testing.assert_close(F.cosine_similarity(pinned, feature), torch.ones(3))
-    noisy = Feeding(noise=0.5)
+    noisy = Intervention(noise=0.5)
     added = noisy(4 * feature, first, [7, 8, 9], 2) - 4 * feature
     sizes = added.square().mean(-1).sqrt() / (4 * feature).square().mean(-1).sqrt()
     assert sizes.tolist() == pytest.approx([0.5] * 3, rel=0.1)
     alone = noisy(4 * feature[1:2], first[1:2], [8], 2) - 4 * feature[1:2]
     torch.testing.assert_close(alone, added[1:2])  # whatever rounds are drafted with it
     assert not torch.allclose(noisy(feature, first, [7, 8, 9], 3), noisy(feature, first, [7, 8, 9], 2))
-    assert torch.equal(AS_IT_IS(feature, first, [7, 8, 9], 2), feature)
+    assert torch.equal(NO_INTERVENTION(feature, first, [7, 8, 9], 2), feature)
 
 
 def test_what_is_fed_on_decides_the_drafts_after_the_first() -> None:
     tokens = [*PROMPT, *[2] * 6]
     plain, noisy, pinned = (
-        replayed(drafter("eagle3"), tokens, [7, 8, 9], depth=8, feeding=feeding)
-        for feeding in (AS_IT_IS, Feeding(noise=2.0), Feeding(pin=True))
+        replayed(drafter("eagle3"), tokens, [7, 8, 9], depth=8, intervention=intervention)
+        for intervention in (NO_INTERVENTION, Intervention(noise=2.0), Intervention(pin=True))
     )
     for other in (noisy, pinned):
         assert torch.equal(other.hidden_rms[:, 0], plain.hidden_rms[:, 0])
@@ -331,7 +344,7 @@ def test_values_may_be_narrower_than_keys() -> None:
     spec = AttentionSpec(layer=0, scale=0.3, sliding_window=None)
     verified.keep(spec, query, keys[None], values[None])
     own = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 5)
-    mixed, record = verified.look(0, verified.rounds([0, 1]), query, (own[0][None], own[1][None]))
+    mixed, record = verified.attend_and_record(0, verified.rounds([0, 1]), query, (own[0][None], own[1][None]))
     for r, slot in enumerate((1, 3)):
         for h in range(4):
             seen = torch.cat([keys[: slot + 1, h // 2], own[0][r, :, h // 2]])
@@ -349,21 +362,26 @@ def test_sequences_that_share_a_pass_are_drafted_as_each_by_itself(name: str) ->
     texts = [torch.randint(0, 6, (length,), generator=generator).tolist() for length in lengths]
     states = target_states(target(), texts, model.aux_layer_ids)
     several = [
-        Passage(states=state, tokens=text, segments=SEGMENTS[: len(text)], starts=range(2, len(text) + 1))
+        FinishedText(states=state, tokens=text, segments=SEGMENTS[: len(text)], starts=range(2, len(text) + 1))
         for state, text in zip(states, texts, strict=True)
     ]
-    for feeding, max_scores in ((AS_IT_IS, 1 << 20), (Feeding(noise=1.0), 1 << 20), (AS_IT_IS, 700), (AS_IT_IS, 1)):
-        found = Replay(model, several, max_scores=max_scores).draft(starts, 4, feeding)
+    for intervention, max_scores in (
+        (NO_INTERVENTION, 1 << 20),
+        (Intervention(noise=1.0), 1 << 20),
+        (NO_INTERVENTION, 700),
+        (NO_INTERVENTION, 1),
+    ):
+        found = Replay(model, several, max_scores=max_scores).draft(starts, 4, intervention)
         for one, text, begun in zip(found, texts, starts, strict=True):
             if begun:
-                alone = replayed(model, text, begun, 4, feeding=feeding)
+                alone = replayed(model, text, begun, 4, intervention=intervention)
                 for field in fields(Replayed):
                     torch.testing.assert_close(
                         getattr(one, field.name), getattr(alone, field.name), equal_nan=True, msg=field.name
                     )
             assert len(one.drafts) == len(begun)
-    leading = Replay(model, several).leading(4, Feeding(pin=True))
-    every = Replay(model, several).draft([one.starts for one in several], 4, Feeding(pin=True))
+    leading = Replay(model, several).matching_drafts(4, Intervention(pin=True))
+    every = Replay(model, several).draft([one.starts for one in several], 4, Intervention(pin=True))
     for counts, text, one in zip(leading, texts, every, strict=True):
         for count, start, drafts in zip(counts, range(2, len(text) + 1), one.drafts.tolist(), strict=True):
             matches = [draft == token for draft, token in zip(drafts, text[start:], strict=False)]
@@ -378,7 +396,7 @@ def test_rounds_follow_from_the_text_and_what_the_target_would_say_next(name: st
     assert longer[: len(tokens)] == tokens
     starts = range(len(PROMPT) + 1, len(tokens))
     beyond = longer[len(tokens) :]
-    (leading,) = Replay(drafter(name), [passage(drafter(name), tokens, starts, beyond=beyond)]).leading(4)
+    (leading,) = Replay(drafter(name), [finished_text(drafter(name), tokens, starts, beyond=beyond)]).matching_drafts(4)
     assert rounds_taken(starts, leading, depth=4, known=len(longer), limit=256) == rounds
     # Where the text alone is known, its last round accepts no more of it than there is.
     cut = rounds_taken(starts, leading, depth=4, known=len(tokens), limit=256)

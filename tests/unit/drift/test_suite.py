@@ -221,7 +221,6 @@ def test_figures(tmp_path):
         "prompt_attention_last": 0.25,
         "sink_attention_last": 0.15,
         "sink_attention_change": -0.5,
-        "drift_depth": 2,
         "hidden_growth": 3,
         "feature_growth": 1.5,
         "top_layer_share": 0.7,
@@ -232,6 +231,15 @@ def test_figures(tmp_path):
     assert 0 < found["al_drop_certain"] < found["al_drop"]
     assert "al_drop_format" not in found  # nothing of the kind was run
     assert set(found) <= set(FIGURES)
+
+
+def test_the_depth_of_drift_is_a_verdict_and_no_figure_of_few_prompts(tmp_path, monkeypatch):
+    suite = run(tmp_path, FakeProber(), names=("template:llama3",))
+    assert "drift_depth" not in figures(suite, "one")
+    with pytest.raises(ConfigError, match="'drift_depth' was not measured in this run: a verdict takes 20 prompts"):
+        check(["drift_depth<4"], figures(suite, "one"))
+    monkeypatch.setattr("fledge.drift.change.FEW_PROMPTS", 2)
+    assert figures(suite, "one")["drift_depth"] == 2
 
 
 def test_composed_perturbations_count_in_no_single_group(tmp_path):

@@ -92,7 +92,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_named(meter: AcceptanceMeter) 
 def test_drafters_are_exchanged_and_count_what_the_engine_counts(meter: AcceptanceMeter, pair: Path) -> None:
     found = meter.answer([workload(asked(0, USER), asked(1, AND))], 0.0)
     for depth in (1, 3):
-        meter.exchange(pair / "full", depth)
+        meter.set_drafter(pair / "full", depth)
         measured = meter.measure(found.turns, 0.0)
         assert measured.different == ()
         assert measured.failure is None
@@ -110,8 +110,8 @@ def test_drafters_are_exchanged_and_count_what_the_engine_counts(meter: Acceptan
 def test_a_drafter_that_cannot_be_used_is_refused_and_the_next_one_works(meter: AcceptanceMeter, pair: Path) -> None:
     found = meter.answer([workload(asked(0, USER))], 0.0)
     with pytest.raises(CheckpointError):
-        meter.exchange(pair / "target", 2)
-    meter.exchange(pair / "full", 2)
+        meter.set_drafter(pair / "target", 2)
+    meter.set_drafter(pair / "full", 2)
     assert meter.measure(found.turns, 0.0).total.depth == 2
 
 

@@ -398,10 +398,10 @@ def test_results_are_saved_after_every_drafter_and_depth(pair: Path, tmp_path: P
 
     def looking(*arguments: object) -> None:  # the first thing that is done for a drafter and depth
         seen.append(read_results(out) if out.exists() else None)
-        exchange(*arguments)
+        set_drafter(*arguments)
 
-    exchange = AcceptanceMeter.exchange
-    with mock.patch.object(AcceptanceMeter, "exchange", looking):
+    set_drafter = AcceptanceMeter.set_drafter
+    with mock.patch.object(AcceptanceMeter, "set_drafter", looking):
         given = run_eval(settings(pair, "full", "half", depths=(1, 2), temperatures=(0.0,)), [ONE], QUIET, out)
     left = [one for one in seen if one is not None]
     assert [len(one.cells) for one in left] == [1, 2, 3]

@@ -109,8 +109,10 @@ def test_copies_of_the_prompt_are_told_apart() -> None:
     (line,) = report.notes
     assert line.startswith("the target copies the prompt in 67 % of its text on a: figures there measure copying too")
     assert f"Note: {line}." in report.markdown()
-    sentences = [one.text for one in report.cards("x")[0].sentences]
-    assert "without repetition 1.00, nor copies of the prompt 1.50, drafting 2 ahead." in sentences[0]
+    (card,) = report.cards("x")
+    assert card.headline == "Yields 2.50 tokens a round, 1.50 of new text"
+    sentences = [one.text for one in card.sentences]
+    assert "drafting 2 ahead (without repetition 1.00, without copies of the prompt too 1.50)." in sentences[0]
     assert "67 % of the tokens on a copy the prompt: figures there measure copying too." in sentences
     assert not [one for one in sentences if "tokens on b" in one]
 
@@ -177,6 +179,13 @@ def test_a_card_states_means_best_and_worst_and_what_is_missing() -> None:
     assert ("Not measured: b, drafting 2 ahead at temperature 0: it broke", "bad") in [
         (sentence.text, sentence.tone) for sentence in card.sentences
     ]
+
+
+def test_the_headline_of_many_depths_is_all_of_them_not_the_best() -> None:
+    (card, *_) = EvalReport(make_eval_results(prompts=4, depths=(3, 5), workloads=("chat", "coding"))).cards("x")
+    low, high = (float(value) for value, *_ in card.tiles)
+    assert low < high
+    assert card.headline.startswith(f"Yields {low:.2f} to {high:.2f} tokens a round")
 
 
 def test_pictures_of_every_kind_and_in_their_sections() -> None:

@@ -10,10 +10,10 @@ from fledge.report.intervals import Bootstrap, Comparison, Interval, cluster_int
 QUICK = Bootstrap(resamples=300)
 
 
-def simulated(generator: np.random.Generator, prompts: int = 50, *, spread: float = 1.0):
+def simulated(generator: np.random.Generator):
     """Prompts of their own difficulty: (accepted, rounds) with 30 rounds of up to 5 drafts, and the true mean."""
-    rates = generator.beta(2 / spread, 2 / spread, size=prompts)
-    accepted = generator.binomial(5, rates[:, None], size=(prompts, 30))  # [prompts, rounds]
+    rates = generator.beta(2, 2, size=50)
+    accepted = generator.binomial(5, rates[:, None], size=(50, 30))  # [prompts, rounds]
     return accepted, {str(i): (float(row.sum()), 30.0) for i, row in enumerate(accepted)}
 
 

@@ -1,4 +1,4 @@
-"""What models are measured on: workloads by name (`data/catalogue.yaml`), from a file, or from the hub."""
+"""Workloads: named sets of prompts (`data/catalogue.yaml`), from a file, or from the hub."""
 
 import contextlib
 import hashlib
@@ -30,12 +30,12 @@ _K = TypeVar("_K")
 
 DATA = Path(__file__).parent / "data"
 _CATALOGUE = yaml.safe_load((DATA / "catalogue.yaml").read_text(encoding="utf-8"))
-SETS: Mapping[str, Mapping[str, str]] = _CATALOGUE["sets"]  # source, licence, perhaps category
+SETS: Mapping[str, Mapping[str, str]] = _CATALOGUE["sets"]  # source, licence, optionally category
 GROUPS: Mapping[str, Sequence[str]] = _CATALOGUE["groups"]
 ALIASES: Mapping[str, str] = _CATALOGUE["aliases"]
 HUB: Mapping[str, str] = _CATALOGUE["hub"]
 
-# Upper ends of the input-length buckets, in prompt tokens. From 1k on they are those of SPEED-Bench, and 4k.
+# Upper bounds of the input-length buckets, in prompt tokens: from 1k on those of SPEED-Bench, and 4k.
 LENGTH_BUCKETS = {"128": 128, "512": 512, "1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192, "16k": 16384, "32k": 32768}
 
 
@@ -47,11 +47,11 @@ class Workload:
     prompts: tuple[Prompt, ...]
     source: str  # where they come from, in words
     licence: str
-    notes: tuple[str, ...] = ()  # what a reader of results must know, such as prompts left out
+    notes: tuple[str, ...] = ()  # for the reader of results, such as prompts left out
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the content: the same for the same prompts in the same order, whatever they are called."""
+        """sha256 of the prompts in their order, without the name of the workload."""
         values = [
             [p.id, p.category, p.bucket, p.sub_category, [dict(m) for m in p.messages], *([p.text] if p.text else [])]
             for p in self.prompts
@@ -61,7 +61,7 @@ class Workload:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What results say of it, so that two of them can be told to be of the same prompts."""
+        """Facts for results, which show whether two of them are of the same prompts."""
         told = {name: getattr(self, name) for name in ("digest", "source", "licence")}
         return {"name": self.name, "prompts": len(self.prompts), **told}
 
@@ -71,9 +71,9 @@ class Workload:
         return {name: [p.id for p in group] for name, group in grouped(self.prompts, lambda p: p.category).items()}
 
     def sampled(self, count: int | None, seed: int) -> "Workload":
-        """Return `count` prompts in their order, drawn with `seed`, spread evenly over buckets and categories.
+        """Return `count` prompts in their original order, drawn with `seed`, evenly over buckets and categories.
 
-        A larger sample of the same seed contains the smaller ones.
+        A larger sample with the same seed contains the smaller ones.
         """
         if count is None:
             return self
@@ -85,18 +85,18 @@ class Workload:
 
 
 def length_bucket(tokens: int) -> str:
-    """The input-length bucket of a prompt of so many tokens: the name of the smallest that holds it."""
+    """Return the name of the smallest input-length bucket that holds a prompt of so many tokens."""
     return next((name for name, limit in LENGTH_BUCKETS.items() if tokens <= limit), "longer")
 
 
 def spread(items: Sequence[_T], count: int) -> list[_T]:
-    """Return `count` items evenly over the whole list: files are often sorted by subject."""
+    """Return `count` items at equal distances in the list: files are often sorted by subject."""
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]
 
 
 def _mixed(prompts: Sequence[Prompt], keys: Sequence[str], draw: random.Random) -> list[Prompt]:
-    """All in an order whose every beginning is spread evenly over the groups of the first key, then the next."""
+    """Return all prompts in random order, such that every prefix is spread evenly over the groups of the keys."""
     if not keys:
         return draw.sample(prompts, len(prompts))
     groups = [_mixed(group, keys[1:], draw) for group in grouped(prompts, attrgetter(keys[0])).values()]
@@ -106,7 +106,7 @@ def _mixed(prompts: Sequence[Prompt], keys: Sequence[str], draw: random.Random) 
 
 
 def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
-    """By key, in the order in which keys are first met."""
+    """Group items by key; groups are in order of their first item."""
     groups: dict[_K, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -114,10 +114,9 @@ def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
 
 
 def tokenised(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> list[tuple[int, ...]]:
-    """Return the ids of every prompt's `first_messages` through the target's chat template.
+    """Return the token ids of every prompt's `first_messages` through the target's chat template.
 
-    They are kept in the user's cache, by what they follow from. A cache that is missing, damaged or cannot be written
-    costs time and nothing else.
+    They are cached on disk. A cache that is missing, damaged or cannot be written only costs time.
     """
     directory = resolve(target)
     key = digest([workload.digest, tokenizer_digests(directory), version("transformers")])
@@ -135,7 +134,7 @@ def tokenised(workload: Workload, target: str | Path, cache_dir: Path | None = N
 
 
 def with_token_ids(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> Workload:
-    """Return the workload with `token_ids` of its first turns, but for prompts that bring answers of their own."""
+    """Return the workload with `token_ids` of first turns, except for prompts that contain answers."""
     ids = tokenised(workload, target, cache_dir)
     prompts = [
         replace(prompt, token_ids=own) if prompt.first_messages in split_turns(prompt.messages)[:1] else prompt
@@ -145,7 +144,7 @@ def with_token_ids(workload: Workload, target: str | Path, cache_dir: Path | Non
 
 
 def canonical(name: str) -> str:
-    """The one spelling of a workload's name: `MT-Bench` is `mt_bench`. Unknown names come back as they are."""
+    """Return the canonical spelling of a workload's name (`mt_bench` for `MT-Bench`), unknown names unchanged."""
     plain = name.lower().replace("-", "_")
     head, slash, part = plain.partition("/")
     plain = ALIASES.get(plain, ALIASES.get(head, head) + slash + part)
@@ -158,7 +157,7 @@ def workload_names() -> tuple[str, ...]:
 
 
 def expand(name: str) -> tuple[str, ...]:
-    """The workloads that a name stands for: those of a group, or itself."""
+    """Return the members of a group, or the name itself."""
     known = canonical(name)
     return tuple(GROUPS.get(known, (known,)))
 
@@ -171,11 +170,11 @@ def load_workload(
     from_hub: bool = False,
     as_written: bool = False,
 ) -> Workload:
-    """Return the prompts of a packaged set (`mt_bench`), of a part of one (`long_context/4k`, `mt_bench/coding`), of a
-    group as one workload (`coding`), of a file, or of a dataset on the hub (`hf:OWNER/NAME:FILE`, `speed_bench`).
+    """Return a packaged set (`mt_bench`), a part of one (`long_context/4k`, `mt_bench/coding`), a group as one workload
+    (`coding`), a file, or a dataset on the hub (`hf:OWNER/NAME:FILE`, `speed_bench`).
 
-    `sample` draws so many with `seed`, spread over categories. `from_hub` takes a public set whole from the hub.
-    `as_written` is for files: see `read_prompts`.
+    `sample` draws so many prompts with `seed`, spread over categories. `from_hub` loads the whole of a public set from
+    the hub. `as_written` is for files: see `read_prompts`.
     """
     return _loaded(name_or_path, from_hub, as_written).sampled(sample, seed)
 
@@ -190,7 +189,7 @@ def load_workloads(
 ) -> tuple[Workload, ...]:
     """Return every workload once, groups as their members unless `whole_groups`; `sample` prompts of each.
 
-    Two of one name would be taken for one in results: refused.
+    Raises ConfigError for two different workloads of the same name, which results could not tell apart.
     """
     single = [one for n in names for one in ((n,) if whole_groups or Path(n).is_file() else expand(str(n)))]
     by_name: dict[str, Workload] = {}
@@ -233,7 +232,7 @@ def _packaged(name: str) -> Workload:
     prompts, _ = read_prompts(DATA / f"{name}.jsonl.xz")
     if category := described.get("category"):
         several = len({p.category for p in prompts}) > 1
-        # The set's own category, but for the length that the bucket says already: `4000w-novel` is `novel`.
+        # The set's own category without the length, which the bucket has: `4000w-novel` becomes `novel`.
         own = [p.category.rpartition("-")[2] if p.bucket else p.category for p in prompts]
         parts = [p.sub_category or (one if several else None) for p, one in zip(prompts, own, strict=True)]
         prompts = tuple(replace(p, category=category, sub_category=s) for p, s in zip(prompts, parts, strict=True))

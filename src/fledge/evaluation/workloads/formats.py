@@ -1,5 +1,4 @@
-"""Prompts from files: JSON lines (plain, .gz, .xz), a JSON list, or parquet where pyarrow is installed; here or on the
-Hugging Face hub.
+"""Reads prompts from JSON lines (plain, .gz, .xz), a JSON list, or parquet (with pyarrow), local or on the hub.
 
 Public evaluation sets are read as they are published. The format is recognised record by record, by its fields:
 
@@ -9,7 +8,7 @@ Public evaluation sets are read as they are published. The format is recognised 
     HumanEval              {"task_id", "prompt", "entry_point"}
     GSM8K                  {"question", "answer"}
     MATH, MATH-500         {"problem", "subject", "unique_id"}
-    conversations          {"messages": [...]}, and what else `fledge train` reads
+    conversations          {"messages": [...]}, and the other formats of `evaluation/conversations.py`
 
 About half of SPEED-Bench's rows are published with a placeholder for their turns, which NVIDIA's prepare_data.py fills.
 """
@@ -29,13 +28,13 @@ from fledge.evaluation.conversations import BadRecordError, Message, parse, refu
 from fledge.files import parse_json, read_json_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson", ".json", ".parquet")
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # how such a turn begins
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # such turns begin with this
 PREFIX = "hf:"
 _HUB_SOURCE = re.compile(r"hf:(?P<repo>[\w][\w.\-]*/[\w][\w.\-]*)(:(?P<file>.+))?")
 _HUMANEVAL_QUESTION = "Complete the following Python function:\n\n```python\n{prompt}```"
 _GSM8K_RESULT = "####"  # before the final number of every answer
-_SHOWN = 6  # files of a dataset, in an error
-# The first that fits is said: the first and the third are kinds of the ones after them.
+_SHOWN = 6  # files of a dataset that an error lists
+# The first match is used: the first and the third are subclasses of later ones.
 _HUB_FAILURES = {
     hub_errors.GatedRepoError: "the dataset is gated; accept its terms on its page and set HF_TOKEN",
     hub_errors.RepositoryNotFoundError: "no such dataset on the hub (private ones need HF_TOKEN)",
@@ -49,30 +48,30 @@ _HUB_FAILURES = {
 class Prompt:
     """User turns to be answered one after another, or a history that ends with a user turn.
 
-    Where there are no messages, a text or ids to go on from: what training holds out may be such.
+    Without messages, it is a text or token ids to continue, as some prompts that training holds out.
     """
 
     id: str  # unique in its workload
-    category: str  # what reports group by: SPEED-Bench's names where they fit
+    category: str  # reports group by it: SPEED-Bench's names where they fit
     messages: tuple[Message, ...] = ()
     text: str | None = None
-    token_ids: tuple[int, ...] = ()  # of the first turn as the target reads it, where they are known
-    bucket: str | None = None  # of input length in words, where the workload has such: 2k, 4k, 8k, 16k
+    token_ids: tuple[int, ...] = ()  # of the first turn, if they are known
+    bucket: str | None = None  # of input length in words, if the workload has buckets: 2k, 4k, 8k, 16k
     sub_category: str | None = None  # the set's own, finer division
 
     @property
     def first_messages(self) -> tuple[Message, ...]:
-        """The messages that can be given before anything is answered: all, or up to the first open turn."""
+        """The messages before the first answer that is missing, or all of them."""
         return next(iter(split_turns(self.messages, keep_answers=True)), self.messages)
 
     @property
     def num_turns(self) -> int:
-        """How many answers it takes where the target writes all of them."""
+        """How many answers the target writes if it writes all of them."""
         return len(split_turns(self.messages)) or int(bool(self.text or self.token_ids))
 
 
 class PlaceholderError(BadRecordError):
-    """A record whose text its publisher left out."""
+    """The publisher left out the text of a record."""
 
 
 def plain_name(path: Path) -> str:
@@ -82,10 +81,10 @@ def plain_name(path: Path) -> str:
 
 
 def read_prompts(path: Path, *, as_written: bool = False) -> tuple[tuple[Prompt, ...], int]:
-    """Return a file's prompts, and how many more have a placeholder for their text. Anything else is refused.
+    """Return a file's prompts, and the number of prompts with a placeholder as text. Raises DataError for the rest.
 
-    `as_written` is for who has only the last turn answered: plain text to go on from is a prompt too, and a
-    conversation whose answers are beside it (`full_messages`) comes with them.
+    `as_written` is for callers that have only the last turn answered: it also allows plain text to continue, and a
+    conversation comes with its answers if they are in `full_messages`.
     """
     name = plain_name(path)
     prompts: dict[str, tuple[int, Prompt]] = {}
@@ -115,7 +114,7 @@ def read_prompts(path: Path, *, as_written: bool = False) -> tuple[tuple[Prompt,
 def prompt_of(record: Any, file: str, number: int, *, as_written: bool = False) -> Prompt:
     """Return the prompt that a record holds, or raise BadRecordError.
 
-    `file` (its name without endings) and `number` (from 1) name what brings no id or category of its own.
+    `file` (a name without suffixes) and `number` (from 1) are the defaults for its category and id.
     """
     if not isinstance(record, Mapping):
         raise BadRecordError(f"found {type(record).__name__}, expected an object")
@@ -197,7 +196,7 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError):
-        return read_json_lines(path)  # which says what is wrong, and where
+        return read_json_lines(path)  # raises an error with the line number
     if isinstance(values, dict):  # {"data": [...]}, or a single record
         lists = [value for value in values.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
         values = lists[0] if len(lists) == 1 and "messages" not in values else [values]
@@ -223,16 +222,16 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def fetch(source: str) -> Path:
-    """Return the local copy of `hf:OWNER/NAME` or `hf:OWNER/NAME:FILE` (wildcards allowed), fetched if need be.
+    """Return the local copy of `hf:OWNER/NAME` or `hf:OWNER/NAME:FILE` (wildcards allowed), downloaded if necessary.
 
-    Any failure is a DataError of one line.
+    Raises DataError for any failure.
     """
     matched = _HUB_SOURCE.fullmatch(source)
     if matched is None:
         raise ConfigError(f"workload {source}: expected hf:OWNER/NAME or hf:OWNER/NAME:FILE")
     repo, wanted = matched["repo"], matched["file"]
     verbosity = huggingface_hub.logging.get_verbosity()
-    huggingface_hub.logging.set_verbosity_error()  # it logs every attempt; what came of them is said once
+    huggingface_hub.logging.set_verbosity_error()  # else it logs every attempt
     try:
         if wanted is None or re.search(r"[*?\[]", wanted):
             listed = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset")
@@ -250,7 +249,7 @@ def fetch(source: str) -> Path:
 
 
 def _chosen(source: str, files: Sequence[str], pattern: str | None) -> str:
-    """The one file that is meant: of all that can be read, those of a test split before others."""
+    """Return the one file that matches, preferring files of a test split."""
     found = [name for name in files if name.endswith(SUFFIXES) and "/." not in f"/{name}"]
     found = fnmatch.filter(found, pattern or "*")
     found = [name for name in found if "test" in Path(name).name] or found

@@ -24,8 +24,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from fledge.bench.draft_modes import draft_modes
-from fledge.bench.offline import ClosedLoop, Models, contenders, cycled, load_models, make_engine
+from fledge.bench.contenders import contenders, draft_modes
+from fledge.bench.offline import ClosedLoop, Models, cycled, load_models, make_engine
 from fledge.bench.report import print_results
 from fledge.bench.summary import Summary
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve

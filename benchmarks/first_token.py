@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fledge.bench.draft_modes import draft_modes
-from fledge.bench.offline import contenders, load_models, make_engine
+from fledge.bench.contenders import contenders, draft_modes
+from fledge.bench.offline import load_models, make_engine
 from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig

@@ -34,7 +34,7 @@ from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter, DraftVocabulary
 from fledge.models.drafter.variants import EAGLE_3_1, build
 from fledge.models.target.decoder import TargetStates
-from fledge.training.data.packing import PackedBatch
+from fledge.training.data.examples import PackedBatch
 from fledge.training.recipe import FitSection
 from fledge.training.ttt import StepInputs, Teacher, TeacherLogits, TttModel
 
@@ -220,7 +220,7 @@ def straightforward_loss(scene: Scene, teacher: TeacherLogits, denominators: Ten
         feature = out.feature
         log_q = drafter.logits(out.head).flatten(0, 1).float().log_softmax(-1)
         p = teacher.draft_logits[inputs.target_rows].float().softmax(-1)
-        weight = inputs.taught.flatten() & teacher.choice_in_draft[inputs.target_rows]
+        weight = inputs.supervised.flatten() & teacher.choice_in_draft[inputs.target_rows]
         loss = -((p * log_q).sum(-1) * weight).sum() / denominators[step]
         total = total + scene.settings.depth_decay**step * loss
     return total

@@ -48,7 +48,7 @@ def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[draw
                 yield f"{which}-{tag}-{place}", section, f"{title}, {load_text(load)}: {workload}", figure
         sweeps = {
             sweep.title: _lengths(summary, sweep.first, {d: (n, workload) for n, d in sweep.depths.items()})
-            for sweep in summary.deep_sweeps
+            for sweep in summary.depth_sweeps
         }
         yield f"depths-{tag}", "acceptance", f"Acceptance length by depth: {workload}", draw.lines_by_depth(sweeps)
         rates = {}
@@ -58,7 +58,7 @@ def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[draw
         figure = draw.lines_by_depth(rates, percent=True)
         yield f"acceptance-{tag}", "acceptance", f"Drafts that stand, by depth: {workload}", figure
     lines: dict[str, tuple[Any, Any]] = {}
-    for name in (line.title for line in summary.lines if not line.is_deep):
+    for name in (line.title for line in summary.lines if not line.has_many_depths):
         found = _lengths(summary, name, {workload: (name, workload) for workload in summary.workloads}, len(lines))
         lines |= {name: found} if found[1] else {}
     yield f"lengths-{summary.number}", "acceptance", "Acceptance length by workload", draw.forest(lines)
@@ -80,7 +80,7 @@ def style(summary: Summary, name: str, shape: int | None = None) -> dict[str, An
 
 
 def _label(line: Sweep) -> str:
-    return draw.short_title(f"{line.title}, fastest depth" if line.is_deep else line.title)
+    return draw.short_title(f"{line.title}, fastest depth" if line.has_many_depths else line.title)
 
 
 def _write(axes: Axes, text: str, at: tuple[float, float], colour: str, *, dx: float = 0, dy: float = 0) -> None:
@@ -109,7 +109,7 @@ def _ratios(summary: Summary, workload: str, loads: Sequence[Load], references: 
         x = [load.size * (1 + min(0.08, 0.3 / len(lines)) * aside) for load in loads]
         draw.interval_bars(axes, x, [row.per_user if row else None for row in rows], label=_label(line), **look)
         for at, row in zip(x, rows, strict=True):
-            if row and row.per_user and line.is_deep:  # labels of two drafters do not meet
+            if row and row.per_user and line.has_many_depths:  # labels of two drafters do not meet
                 place = at, row.per_user.ends[aside >= 0]
                 _write(axes, f"K={line.depths[row.contender]}", place, look["color"], dy=3 if aside >= 0 else -3)
     for number, reference in enumerate(references):
@@ -136,7 +136,7 @@ def _speed_by_depth(summary: Summary, workload: str, loads: Sequence[Load]) -> F
     hang together, so whether they can be told apart is said by the markers instead.
     """
     known = {row.contender for row in summary.ratios if row.workload == workload and row.load in loads and row.per_user}
-    sweeps = [sweep for sweep in summary.deep_sweeps if known & sweep.depths.keys()]
+    sweeps = [sweep for sweep in summary.depth_sweeps if known & sweep.depths.keys()]
     if not sweeps:
         return None
     figure = Figure(figsize=(max(draw.SIZE[0], 2.2 * len(sweeps)), 3.0), layout="constrained")

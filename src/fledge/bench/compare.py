@@ -1,6 +1,6 @@
-"""Two results files: what changed beyond noise, what is missing on either side, and what makes them hard to compare.
+"""Compares two results files: what changed beyond noise, what is missing, and what makes them hard to compare.
 
-Speeds are compared as they are on one machine. Between machines only ratios are, each to the baseline of its own file.
+On the same machine, speeds are compared directly; between machines, ratios to the baseline of each file are compared.
 Acceptance does not depend on the machine.
 """
 
@@ -23,14 +23,14 @@ THRESHOLD = 0.05
 Verdict = Literal["better", "worse", "same", "unknown"]
 _MACHINE = ("device", "cpu", "cpus")
 _SETUP = ("threads", "platform", "fledge_version", "git_commit")
-_OF_THE_RUN = ("workloads", "repeats", "requests")  # settings that are compared otherwise, or need not be the same
+_OF_THE_RUN = ("workloads", "repeats", "requests")  # settings that are compared separately, or may differ
 _CONTENDER = ("kind", "target", "drafter", "speculation", "inflated", "temperature", "versions")
 _TONES: dict[Verdict, Tone] = {"better": "good", "worse": "bad", "same": "neutral", "unknown": "neutral"}
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure that can be compared: a sum over another, and which way is better."""
+    """A figure that can be compared: the quotient of two sums."""
 
     title: str
     panel: Callable[[Sequence[Cell]], Panel]
@@ -55,7 +55,7 @@ METRICS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Change(Record):
-    """One figure on both sides. `ratio` is B over A; None where it cannot be given, and `reason` says why."""
+    """One figure in both files. `ratio` is B / A; None if it cannot be computed, and `reason` says why."""
 
     contender: str
     workload: str
@@ -77,25 +77,25 @@ class Change(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ResultsDiff(Record):
-    """Everything that `fledge bench compare` says. `is_relative`: speeds are ratios to each file's own baseline."""
+    """The output of `fledge bench compare`. `is_relative`: speeds are ratios to each file's own baseline."""
 
     is_relative: bool
     threshold: float
     level: float
     changes: tuple[Change, ...]
-    missing: tuple[str, ...]  # there in A, whole, and not so in B
-    added: tuple[str, ...]  # the other way round
+    missing: tuple[str, ...]  # complete in A, but not in B
+    added: tuple[str, ...]  # complete in B, but not in A
     warnings: tuple[str, ...]
 
     def fails(self, on: str) -> list[str]:
-        """Why a job that fails on a "regression", or on any "change", fails; empty where it does not."""
+        """Return why a job that fails on a "regression", or on any "change", fails; empty if it does not."""
         bad = ("worse",) if on == "regression" else ("worse", "better")
         lines = [str(change) for change in self.changes if change.verdict in bad]
         lines += [f"missing in B: {line}" for line in self.missing]
         return lines + ([f"only in B: {line}" for line in self.added] if on == "change" else [])
 
     def table(self, *, show_all: bool = False) -> Table:
-        """What changed or cannot be told; with `show_all` also what stayed the same."""
+        """The figures that changed or are unknown; with `show_all` also those that stayed the same."""
         body: list[list[TableCell | str]] = [
             [
                 one.contender,
@@ -115,7 +115,7 @@ class ResultsDiff(Record):
 
     @property
     def tally(self) -> list[str]:
-        """How many figures came out how, and how many of those chance alone might explain."""
+        """The number of figures with each verdict, and how many of them may be due to chance."""
         verdicts = [one.verdict for one in self.changes]
         text = ", ".join(f"{verdicts.count(name)} {name}" for name in ("worse", "better", "same", "unknown"))
         lines = [f"{len(verdicts)} figures compared: {text}; threshold {100 * self.threshold:g} %."]
@@ -135,7 +135,7 @@ def compare(
     level: float = LEVEL,
     is_relative: bool | None = None,
 ) -> ResultsDiff:
-    """Compare B with A. `is_relative` None: where the machines differ."""
+    """Compare B with A. `is_relative` None: relative if the machines differ."""
     if is_relative is None:
         is_relative = bool(_differences(a.provenance, b.provenance, _MACHINE))
     before, after = (Summary(one, one.baseline).rows for one in (a, b))
@@ -145,7 +145,7 @@ def compare(
         reason = "the workload has other prompts" if None not in digests and digests[0] != digests[1] else None
         for name in metrics:
             if METRICS[name].is_speed and "eval" in (a.kind, b.kind):
-                continue  # an eval's times are no speeds
+                continue  # an eval does not measure speed
             speed_ratios = is_relative and METRICS[name].is_speed
             change = _change((before[key], after[key]), name, reason, speed_ratios, Bootstrap(level=level), threshold)
             changes += [] if change is None else [change]
@@ -163,7 +163,7 @@ def compare(
 def _change(
     sides: tuple[Row, Row], name: str, reason: str | None, is_relative: bool, bootstrap: Bootstrap, threshold: float
 ) -> Change | None:
-    """None where neither side has the figure, or it is that of a baseline as a ratio to itself."""
+    """Return None if neither file has the figure, or if it would be the ratio of a baseline to itself."""
     metric, one = METRICS[name], sides[0]
     where: Any = {"contender": one.contender, "workload": one.workload, "load": one.load, "metric": name}
     panels = [metric.panel(side.cells) for side in sides]
@@ -194,21 +194,21 @@ def _change(
 
 
 def _why_not(side: Row, metric: Metric, is_relative: bool) -> str | None:
-    """Why a figure cannot be compared; None where it can."""
+    """Return why a figure cannot be compared; None if it can."""
     reason = (side.reason if side.baseline else "no baseline") if is_relative else why_partial(side.cells)
     is_single = metric.is_speed and len({cell.repeat for cell in side.cells}) < 2
     return reason or ("one repeat only, so noise is not known" if is_single else None)
 
 
 def _absent(here: Mapping[Key, Row], there: Mapping[Key, Row]) -> list[str]:
-    """What is whole here and not there, one line each."""
+    """Return the rows that are complete `here` and not `there`, one line each."""
     whole = [(row, there.get(key)) for key, row in here.items() if not why_partial(row.cells)]
     reasons = [(row, why_partial(other.cells if other else [])) for row, other in whole]
     return [f"{row.contender}, {row.where} ({reason})" for row, reason in reasons if reason]
 
 
 def _warnings(a: Results, b: Results) -> list[str]:
-    """Whatever is not the same on both sides, beside the code that is being compared."""
+    """Return the differences in machines, versions and settings of both files."""
     before, after = (one.provenance.get("versions") or {} for one in (a, b))
     contenders = [{one.name: vars(one) for one in results.contenders} for results in (a, b)]
     pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any], Sequence[str]]] = [

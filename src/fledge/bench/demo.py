@@ -33,7 +33,7 @@ Generate = Callable[[Sequence[int]], tuple[int, ...]]
 class Demo:
     """The bundled models, without speculation first: it is what the others are measured against."""
 
-    def __init__(self, prompts: Sequence[str] = PROMPTS, *, depth: int, max_tokens: int, device: str) -> None:
+    def __init__(self, prompts: Sequence[str], *, depth: int, max_tokens: int, device: str) -> None:
         self.prompts, self.depth = prompts, depth
         self.params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None}

@@ -1,6 +1,6 @@
 """Figures of cells: speeds, latencies, acceptance and ratios, each with its interval (formulas: `docs/bench.md`).
 
-A cell that is not complete enters no figure beside complete ones, and a ratio with such a side has none but a reason.
+Incomplete cells are only used if there is no complete one, and there is no ratio to or from them, but a reason why.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ Spread = Mapping[str, Interval]  # of a latency in milliseconds over requests: m
 
 @dataclass(frozen=True, kw_only=True)
 class Figures(Record):
-    """Of one contender on one workload under one load, all repeats pooled. None: nothing there to derive it from."""
+    """Figures of one contender on one workload under one load, all repeats pooled. None: cannot be computed."""
 
     per_user_tokens_per_second: Interval | None
     total_tokens_per_second: Interval | None
@@ -28,26 +28,26 @@ class Figures(Record):
     tpot_ms: Spread | None
     acceptance_length: Interval | None
     fresh_acceptance_length: Interval | None  # without the rounds in repetition
-    novel_acceptance_length: Interval | None  # of these, without the rounds in copies of the prompt
+    novel_acceptance_length: Interval | None  # also without the rounds in copies of the prompt
     repeated: float | None  # share of the answers' tokens
     copied: float | None  # the same, from the prompt
     rate_by_depth: tuple[Interval, ...]
-    rounds: int  # verified, in all that entered
-    requests: int  # that entered the figures
-    errors: int  # requests that failed, in any cell
-    cells: int  # that entered the figures
+    rounds: int  # in the cells of these figures
+    requests: int  # in the cells of these figures
+    errors: int  # failed requests in any cell
+    cells: int  # that these figures are computed from
     failed_cells: int  # that are not complete
-    partial: bool  # something that should be in here is not
+    partial: bool  # something is missing from these figures
     reason: str | None  # why it is partial
 
     def length_of(self, rounds: Rounds) -> Interval | None:
-        """Acceptance length of all rounds, of the fresh ones or of the novel ones."""
+        """Acceptance length of all rounds, of the fresh ones, or of the novel ones."""
         lengths = (self.acceptance_length, self.fresh_acceptance_length, self.novel_acceptance_length)
         return dict(zip(ROUNDS, lengths, strict=True))[rounds]
 
 
 def figures_of(cells: Sequence[Cell]) -> Figures:
-    """Pool the repeats. Incomplete ones enter only where there is no complete one, and `partial` says so."""
+    """Pool the repeats. Incomplete ones are only used if there is no complete one; `partial` says so."""
     used = [cell for cell in cells if cell.status == "complete"] or [cell for cell in cells if cell.good]
     reason = why_partial(cells)
     return Figures(
@@ -72,7 +72,7 @@ def figures_of(cells: Sequence[Cell]) -> Figures:
 
 
 def why_partial(cells: Sequence[Cell]) -> str | None:
-    """What is missing from these repeats, in one line; None where nothing is."""
+    """Return in one line what is missing from these repeats; None if nothing is."""
     if not cells:
         return "not measured"
     broken = [cell for cell in cells if cell.status != "complete"]
@@ -89,7 +89,7 @@ def why_partial(cells: Sequence[Cell]) -> str | None:
 
 
 def why_no_ratio(contender: str, cells: Sequence[Cell], baseline: str, base: Sequence[Cell]) -> str | None:
-    """None where these two have a ratio."""
+    """Return why these two have no ratio; None if they have one."""
     for name, side in ((contender, cells), (baseline, base)):
         if reason := why_partial(side):
             return f"{name}: {reason}"
@@ -100,19 +100,19 @@ def why_no_ratio(contender: str, cells: Sequence[Cell], baseline: str, base: Seq
 
 
 def ratio(of: Panel, base: Panel, *, offset: float = 0.0) -> Interval | None:
-    """Geometric mean over repeats of the ratio within each, over the prompts of both."""
+    """Return the geometric mean over repeats of the ratio in each repeat, over the common prompts."""
     return BOOTSTRAP.interval([of.beside(base)], lambda sides: mean_ratio(sides[0], offset=offset))
 
 
 def speed_ratio(cells: Sequence[Cell], base: Sequence[Cell]) -> Interval | None:
-    """Of the speeds per user."""
+    """Return the ratio of the speeds per user."""
     return ratio(decoding(cells), decoding(base))
 
 
 def fastest_by_half(several: Mapping[str, Sequence[Cell]], base: Sequence[Cell]) -> tuple[str, ...]:
-    """The fastest per user on each half of the prompts; none, where one of them has nothing on a half.
+    """Return the fastest per user on each half of the prompts; empty if a contender has no requests on a half.
 
-    Ratios to `base` decide; where it is empty, speeds do.
+    Compares ratios to `base`, or speeds if it is empty.
     """
     chosen = []
     for prompts in halves(cell for cells in several.values() for cell in cells):
@@ -130,20 +130,20 @@ def fastest_by_half(several: Mapping[str, Sequence[Cell]], base: Sequence[Cell])
 
 
 def held_out(first: Sequence[Cell], second: Sequence[Cell]) -> list[Cell]:
-    """What was chosen on the first half of the prompts, on the second, and the other way round; for speeds per user."""
+    """Cross-validation: cells of the choice on the first half, on the second half of the prompts, and vice versa."""
     one, other = halves([*first, *second])
     return _only(first, other) + _only(second, one)
 
 
 def halves(cells: Iterable[Cell]) -> tuple[set[str], set[str]]:
-    """The prompts in two halves. A hash of their ids decides: they may be sorted by subject, and runs must agree."""
+    """Split the prompts in two halves by a hash of their ids: the same in all runs, whatever their order."""
     prompts = {conversation_of(request.prompt) for cell in cells for request in cell.requests}
     ordered = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
     return set(ordered[::2]), set(ordered[1::2])
 
 
 def _only(cells: Iterable[Cell], prompts: Container[str]) -> list[Cell]:
-    """The requests of these prompts."""
+    """Return the cells with only the requests of these prompts."""
     return [
         replace(cell, requests=tuple(one for one in cell.requests if conversation_of(one.prompt) in prompts))
         for cell in cells
@@ -151,15 +151,16 @@ def _only(cells: Iterable[Cell], prompts: Container[str]) -> list[Cell]:
 
 
 def decoding(cells: Iterable[Cell]) -> Panel:
-    """Columns: tokens after the first of each answer, and the seconds they took."""
+    """Return a panel with the columns tokens after the first of each answer, and the seconds they took."""
     rows = ((repeat, prompt, (more, after)) for repeat, prompt, _, more, after in _timed(cells) if more > 0)
     return Panel.collect(rows, columns=2)
 
 
 def throughput(cells: Iterable[Cell]) -> Panel:
-    """Columns: output tokens, and each request's part of the cell's seconds: in proportion to how long it took.
+    """Return a panel with the columns output tokens, and each request's share of the cell's seconds.
 
-    So the quotient of the sums is tokens over seconds, and a prompt that is drawn twice brings its time too.
+    Shares are in proportion to how long requests took. So the quotient of the sums is tokens per second, and a prompt
+    that is resampled twice counts with its time.
     """
     rows = []
     for cell in cells:
@@ -172,7 +173,7 @@ def throughput(cells: Iterable[Cell]) -> Panel:
 
 
 def latencies(cells: Iterable[Cell], which: Latency) -> dict[tuple[int, str], list[float]]:
-    """Milliseconds of each request that tells, by repeat and prompt."""
+    """Return the milliseconds of each request, by repeat and prompt."""
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
     for repeat, prompt, to_first, more, after in _timed(cells):
         if which == "ttft":
@@ -183,7 +184,7 @@ def latencies(cells: Iterable[Cell], which: Latency) -> dict[tuple[int, str], li
 
 
 def latency(cells: Iterable[Cell], which: Latency = "ttft") -> Panel:
-    """Columns: milliseconds, and requests."""
+    """Return a panel with the columns milliseconds and requests."""
     found = latencies(cells, which)
     return Panel.collect(((*key, (sum(values), len(values))) for key, values in found.items()), columns=2)
 
@@ -195,7 +196,7 @@ def _spread(cells: Sequence[Cell], which: Latency) -> Spread | None:
 
 
 def _timed(cells: Iterable[Cell]) -> Iterator[tuple[int, str, float, int, float]]:
-    """Good requests that tell of their first token: repeat, prompt, seconds to it, tokens and seconds after it."""
+    """Yield repeat, prompt, seconds to the first token, and tokens and seconds after it, of each good request."""
     for cell in cells:
         for one in cell.good:
             if one.first_token is not None and one.done is not None:

@@ -1,4 +1,4 @@
-"""A trained pair made larger without changing what it says: real acceptance, measured at the cost of a large shape.
+"""Enlarges a trained pair without changing its output, to measure real acceptance at the cost of a large model.
 
 Extra width, heads and layers are computed in full and add nothing:
 
@@ -14,8 +14,8 @@ Extra width, heads and layers are computed in full and add nothing:
                         new ids listen, and give them logits far below all others
     drafter's head      rows repeated, and the draft vocabulary with them, so that copies mean the same token
 
-In float32 the large pair gives the small pair's tokens. In 16 bits the rescaled weights are rounded anew (by at most
-0.4 % each), so it gives its own, nearly the same.
+In float32 the large pair generates the small pair's tokens. In 16 bits the rescaled weights are rounded again (by at
+most 0.4 % each), so the tokens may differ.
 """
 
 import logging
@@ -44,8 +44,8 @@ from fledge.progress import timed
 _log = logging.getLogger("fledge.bench")
 _Model = TypeVar("_Model", TargetModel, Drafter)
 
-MOST_THREADS = 8  # that layers are drawn and written from
-# So small that no norm notices it, and the logits of new ids are below -10^6 while states stay below 10^6.
+MOST_THREADS = 8  # that make and write layers
+# So small that it does not change norms; the logits of new ids are below -10^6 as long as states are below 10^6.
 SPARE = 2.0**-14
 SPARE_HEAD = -(2.0**60)
 
@@ -92,7 +92,7 @@ def empty_model(make: Callable[[], _Model], dtype: torch.dtype, device: torch.de
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMap:
-    """Where the parts of a small layer lie in a large one."""
+    """Maps the parts of a small layer to positions in a large one."""
 
     small: LayerConfig
     large: LayerConfig
@@ -114,12 +114,12 @@ class LayerMap:
 
     @property
     def copies(self) -> int:
-        """Large KV heads that one small KV head's query heads fill."""
+        """How many large KV heads are needed for the query heads of one small KV head."""
         return -(-self.groups[0] // self.groups[1])
 
     @property
     def query_heads(self) -> list[int]:
-        """The large head of each small query head."""
+        """The index of the large head for each small query head."""
         of_small, of_large = self.groups
         heads = (divmod(head, of_small) for head in range(self.small.num_heads))
         return [(kv * self.copies + number // of_large) * of_large + number % of_large for kv, number in heads]
@@ -131,9 +131,9 @@ class LayerMap:
         return torch.cat([head * self.large.head_dim + self.dims for head in heads])
 
     def fill_block(self, large: Any, small: Any, inputs: Tensor | None = None) -> None:
-        """A decoder layer, or a drafter's first. Wants one that `randomise` made, and leaves the rest so.
+        """Copy a decoder layer, or a drafter's first layer, into a large one that `randomise` has filled.
 
-        `inputs`: where the dimensions that the small layer's attention reads lie, if they are not those of its stream.
+        `inputs`: positions of the input dimensions of the small layer's attention; None: those of the stream.
         """
         for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             if hasattr(small, norm):
@@ -142,8 +142,8 @@ class LayerMap:
         new, config, width = large.self_attn.qkv_proj.weight, self.small, self.large.head_dim
         query, key, value = small.self_attn.qkv_proj.weight.split([config.query_size, config.kv_size, config.kv_size])
         for head in self.query_heads:
-            new[head * width : (head + 1) * width] = 0  # dimensions that the small head has not must not be compared
-        # The scale makes up for that of the larger head's softmax.
+            new[head * width : (head + 1) * width] = 0  # extra dimensions of a head must not add to its scores
+        # The scale compensates for the softmax scale of the larger head.
         query_rows = self._rows(self.query_heads)
         _put(new, query_rows, inputs, query, math.sqrt(width / config.head_dim))
         for copy in range(self.copies):
@@ -157,7 +157,7 @@ class LayerMap:
         _put(large.mlp.down_proj.weight, self.hidden, mlp_rows, small.mlp.down_proj.weight)
 
     def fill_norm(self, large: RMSNorm, small: RMSNorm, inputs: Tensor | None = None) -> None:
-        """`inputs`: where the small norm's dimensions lie, if they are not the first."""
+        """Copy a norm. `inputs`: positions of the small norm's dimensions; None: the first ones."""
         scaled = small.weight.float() * math.sqrt(self.small.hidden_size / self.large.hidden_size)
         large.weight.zero_()
         large.weight[self.hidden if inputs is None else inputs] = scaled.to(large.weight)
@@ -169,9 +169,9 @@ def _refuse(condition: object, message: str) -> None:
 
 
 def _large_layer(small: LayerConfig, shape: LayerConfig, *, constant: float = 0.0) -> LayerConfig:
-    """The shape's layer with the small one's rotation and eps. Raises ConfigError if the small one does not fit in.
+    """Return the shape's layer with the small one's rope and eps. Raises ConfigError if the small one does not fit.
 
-    `constant` is in one more dimension of the stream: what it adds to the mean of squares is taken off eps.
+    `constant` is the value of one more dimension of the stream; eps is reduced by what it adds to the mean of squares.
     """
     biased = small.qk_norm or small.qkv_bias or small.output_bias or small.mlp_bias
     _refuse(biased, "layers with biases or with norms on queries and keys cannot be enlarged")
@@ -199,7 +199,7 @@ def _large_layer(small: LayerConfig, shape: LayerConfig, *, constant: float = 0.
 def target_config(
     small: TargetConfig, shape: TargetConfig, dtype: torch.dtype, *, pad_vocab: bool = True
 ) -> TargetConfig:
-    """What an enlarged target will be."""
+    """Return the config of the enlarged target."""
     other = small.family != "llama" or small.sliding_windows
     _refuse(other, f"the target is of family '{small.family}'; only llama can be enlarged")
     _refuse(
@@ -223,9 +223,7 @@ def target_config(
 
 
 def layer_places(small: TargetConfig, large: TargetConfig) -> list[int]:
-    """The large layer that does what each small one does, and has its input: spread evenly, so that depths stay
-    comparable. The last is that of the output.
-    """
+    """Return the index of the large layer for each small one, at equal distances, and last that of the output."""
     return [layer * large.num_layers // small.num_layers for layer in range(small.num_layers + 1)]
 
 
@@ -241,8 +239,8 @@ def inflate_target(
 ) -> TargetModel:
     """Return `small` at the size of `shape`, built on `device` without a second copy.
 
-    `take_layer` is for who writes a model that memory cannot hold: it gets each layer, whose memory then becomes
-    another's, and is called from several threads at once, in any order.
+    `take_layer` is for models that do not fit into memory: it is called with each layer, whose memory is then reused
+    for another, from several threads and in any order.
     """
     config = target_config(small.config, shape, dtype, pad_vocab=pad_vocab)
     large = empty_model(lambda: TargetModel(config), dtype, device)
@@ -263,7 +261,7 @@ def inflate_target(
             head[vocab:, width] = SPARE_HEAD
 
     threads = 1 if take_layer is None else min(MOST_THREADS, torch.get_num_threads(), config.num_layers)
-    free: SimpleQueue[nn.Module] = SimpleQueue()  # new memory takes the system longer than the numbers in it
+    free: SimpleQueue[nn.Module] = SimpleQueue()  # layers whose memory can be reused: allocating it is slow
     for layer in large.layers[:threads]:
         free.put(layer)
 
@@ -290,11 +288,11 @@ def inflate_target(
 
 
 def _in_threads(count: int, work: Callable[[int], None], numbers: Iterable[int]) -> None:
-    """Do it for each number, on threads of which none has others of torch's to help it."""
+    """Call `work` with each number, in threads that each use a single torch thread."""
     before = torch.get_num_threads()
     with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
-            list(pool.map(work, numbers))  # after a failure no more are begun
+            list(pool.map(work, numbers))  # after a failure no more calls are started
         finally:
             torch.set_num_threads(before)
 
@@ -302,7 +300,7 @@ def _in_threads(count: int, work: Callable[[int], None], numbers: Iterable[int])
 def drafter_config(
     small: DrafterConfig, small_target: TargetConfig, large_target: TargetConfig, shape: TargetConfig
 ) -> DrafterConfig:
-    """A drafter with one layer of the shape (or as many as the small one has), for the enlarged target."""
+    """Return the config of a drafter with layers of the shape, as many as the small one has, for the large target."""
     is_eagle1 = small.architecture is not Architecture.EAGLE3
     _refuse(is_eagle1, "the drafter is EAGLE-1; only EAGLE-3 and EAGLE-3.1 can be enlarged")
     _refuse(
@@ -312,7 +310,7 @@ def drafter_config(
     )
     places = layer_places(small_target, large_target)
     padded = large_target.vocab_size > small_target.vocab_size
-    # A head of its own where rows are repeated; not the whole vocabulary, which would need no map from copies to ids.
+    # If rows are repeated, the head is its own and smaller than the vocabulary, so that there is a map to target ids.
     draft_vocab = max(small.draft_vocab_size, (large_target.vocab_size - 1) // 64 * 64)
     return replace(
         small,
@@ -330,7 +328,7 @@ def drafter_config(
 def inflate_drafter(
     small: Drafter, small_target: TargetModel, large_target: TargetModel, *, shape: TargetConfig, seed: int = 0
 ) -> Drafter:
-    """Return the drafter of `small_target` for `large_target`, which `inflate_target` made of it."""
+    """Return the drafter of `small_target`, enlarged for `large_target`, which `inflate_target` has made."""
     config = drafter_config(small.config, small_target.config, large_target.config, shape)
     weight = large_target.embed_tokens.weight
     large = empty_model(lambda: build(config), weight.dtype, weight.device)
@@ -345,7 +343,7 @@ def inflate_drafter(
     inputs = torch.cat([start + place.hidden for start in starts])
     new, old = large, small
     new.fc.weight[width:] = 0
-    for start in starts:  # what the target's spare dimension carries is for its head alone
+    for start in starts:  # the target's spare dimension is only for its head
         new.fc.weight[:, start + width : start + wide] = 0
     _put(new.fc.weight, place.hidden, inputs, old.fc.weight)
     if new.fc.bias is not None:
@@ -363,7 +361,7 @@ def inflate_drafter(
         large.embed_tokens.weight.zero_()
         large.embed_tokens.weight[: small.config.vocab_size, :width] = small.embed_tokens.weight
     if large.lm_head is not None and small.lm_head is not None:
-        # Every row of the small head as often as there is room, and the draft vocabulary likewise, ascending.
+        # Repeat the rows of the small head, and the ids of the draft vocabulary, in ascending order.
         rows, small_rows = large.config.draft_vocab_size, small.config.draft_vocab_size
         source = (torch.arange(rows) * small_rows // rows).to(small.lm_head.weight.device)
         random_matrix(large.lm_head.weight, seed * 1000 + 999_999)

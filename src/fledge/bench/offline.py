@@ -1,20 +1,19 @@
-"""Engines in a closed loop: with and without drafters, at several depths and concurrencies, in turns.
+"""Benchmarks engines in a closed loop: with and without drafters, at several depths and concurrencies.
 
-Contenders of our own share the target's weights; each has its own drafter, way to draft and KV pool. Those of vLLM are
-processes of their own (`offline_vllm.py`).
+Our own contenders share the target's weights; each has its own drafter, draft mode and KV cache. Those of vLLM run in
+processes of their own.
 """
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from fledge.bench.contenders import contenders, vllm_contenders
 from fledge.bench.inflate import inflate_drafter, inflate_target, shape_named
-from fledge.bench.offline_vllm import start_vllm, vllm_contenders
 from fledge.bench.run import INTERRUPTED, BenchRun, RunSettings, cell_name
 from fledge.checkpoints.contract import INFLATED
 from fledge.checkpoints.drafter import load_drafter
@@ -39,21 +38,15 @@ from fledge.evaluation.results import (
     Results,
     Status,
     answer_facts,
-    mode_name,
     tally_triples,
 )
 from fledge.evaluation.workloads import Prompt, spread, tokenised
 from fledge.files import read_json
-from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
-from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetModel
 from fledge.progress import Advance
-from fledge.version import __version__
 from fledge.vllm_process.client import VllmError
 
-NO_SPECULATION = "no speculation"
-MAX_CONTENDERS = 24  # each has a KV pool, and on a GPU its graphs
 INFLATED_NOTE = (
     "Inflated to the shape {shape}: cost is that of the shape, text and acceptance are those of the small pair. Much "
     "of what is multiplied is zero, which draws less power than trained weights would. In 16 bits the rescaled weights "
@@ -63,16 +56,16 @@ INFLATED_NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """A target and its drafters, by the names they were given."""
+    """A target, and its drafters by name."""
 
     target: TargetModel
     drafters: Mapping[str, Drafter]
     eos_ids: tuple[int, ...]
-    inflated: str | None = None  # the shape they were enlarged to, here or before
+    inflated: str | None = None  # the shape that they were enlarged to, now or in their checkpoints
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Of the target, and of each drafter what is its own."""
+        """Number of parameters of the target, and of each drafter without those shared with the target."""
         own = set(self.target.parameters())
         drafters = {name: {*one.parameters()} - own for name, one in self.drafters.items()}
         return {name: sum(p.numel() for p in several) for name, several in {"target": own, **drafters}.items()}
@@ -81,7 +74,7 @@ class Models:
 def load_models(
     target: str, drafters: Sequence[str], *, dtype: str, device: str, inflate: str | None, seed: int = 0
 ) -> Models:
-    """Load each once, and enlarge them on the device if asked to."""
+    """Load the models, and enlarge them on the device to the shape `inflate`, unless that is None."""
     directory, place = resolve(target), choose_device(device)
     precision = choose_dtype(dtype) or (torch.float32 if place.type == "cpu" else None)
     if inflate is None:
@@ -102,28 +95,8 @@ def load_models(
     return Models(target=model.requires_grad_(False), drafters=loaded, eos_ids=eos_ids, inflated=inflated)
 
 
-def contenders(
-    configs: Mapping[str, DrafterConfig], target: str, modes: Sequence[DraftMode], inflated: str | None = None
-) -> list[Contender]:
-    """No speculation first, then every drafter in every mode. A drafter is called by its variant, if that is unique."""
-    versions = {"fledge": __version__}
-    plain = Contender(name=NO_SPECULATION, kind="fledge", target=target, inflated=inflated, versions=versions)
-    variants = {name: name_of(config) for name, config in configs.items()}
-    times = Counter(variants.values())
-    titles = {name: variant if times[variant] == 1 else name for name, variant in variants.items()}
-    found = [
-        replace(plain, name=f"{title} {mode_name(mode)}", drafter=name, speculation={"model": name, **mode})
-        for name, title in titles.items()
-        for mode in modes
-    ]
-    if len(found) >= MAX_CONTENDERS:
-        many = f"{len(found) + 1} contenders are too many for one run, at most {MAX_CONTENDERS}"
-        raise ConfigError(f"{many}: give fewer drafters, depths or trees")
-    return [plain, *found]
-
-
 def make_engine(models: Models, contender: Contender, base: EngineConfig, batch_sizes: Sequence[int]) -> LLMEngine:
-    """An engine on the shared weights, its graphs captured for `batch_sizes`; others are padded to the next of them."""
+    """Make an engine on the shared weights, with CUDA graphs for `batch_sizes`; other sizes are padded to these."""
     config, way = replace(base, cudagraph_capture_sizes=tuple(batch_sizes)), contender.speculation
     if way is not None:
         config = replace(config, speculative_config=SpeculativeConfig.from_dict({"adaptive": False, **way}))
@@ -135,14 +108,14 @@ def make_engine(models: Models, contender: Contender, base: EngineConfig, batch_
 
 
 def graph_sizes(concurrencies: Sequence[int]) -> list[int]:
-    """Powers of two up to the largest, and what will run: capturing every size would take longer than measuring."""
+    """Return the concurrencies and the powers of two below: capturing graphs of all sizes would take too long."""
     largest = max(concurrencies)
     return sorted({*concurrencies, *(2**i for i in range(largest.bit_length()) if 2**i <= largest)})
 
 
 @dataclass(kw_only=True)
 class ClosedLoop:
-    """Keeps `concurrency` requests in flight until all prompts (their `token_ids`) are answered."""
+    """Keeps `concurrency` requests in flight until all prompts (by their `token_ids`) are answered."""
 
     engine: Engine
     prompts: Sequence[Prompt]
@@ -150,13 +123,13 @@ class ClosedLoop:
     params: SamplingParams
     eos_ids: tuple[int, ...]
     seed: int = 0
-    failure: str | None = None  # why it did not get to the end
+    failure: str | None = None  # why it did not finish
     started: float = 0.0
-    _tokens: dict[int, list[int]] = field(default_factory=dict)  # by the place of the prompt, for those asked
+    _tokens: dict[int, list[int]] = field(default_factory=dict)  # by index of the prompts that were sent
     _last: dict[int, RequestUpdate] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Answer everything. Whatever is left over from an interruption is aborted."""
+        """Answer all prompts. After an interruption, the requests in flight are aborted."""
         waiting = iter(range(len(self.prompts)))
         self.started = time.perf_counter()
         try:
@@ -190,7 +163,7 @@ class ClosedLoop:
         assert metrics is not None
         if error is None and last.finish_reason not in ("stop", "length"):
             error = self.failure or f"ended with {last.finish_reason}"
-        # From the start, in microseconds: a run has many thousand of them.
+        # Seconds from the start, rounded to microseconds to keep the results small.
         sent, first, done = (
             None if seconds is None else round(metrics.arrived - self.started + seconds, 6)
             for seconds in (0.0, metrics.time_to_first_token, metrics.seconds)
@@ -216,7 +189,7 @@ class ClosedLoop:
 
 
 def cycled(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """`count` prompts evenly over all of them, which may be sorted by subject; where that is more, over and over."""
+    """Return `count` prompts, at equal distances in the list if it has more; if it has fewer, they are repeated."""
     return list(itertools.islice(itertools.cycle(spread(prompts, count)), count))
 
 
@@ -238,10 +211,10 @@ class OfflineSettings(RunSettings):
     enforce_eager: bool = False
     title: str = "Fledge, offline"
     notes: tuple[str, ...] = ()
-    vllm: bool = False  # beside our own engine
-    vllm_only: bool = False  # in its place
+    vllm: bool = False  # measure vLLM too
+    vllm_only: bool = False  # measure vLLM instead of our engine
     vllm_python: str | None = None
-    vllm_options: tuple[str, ...] = ()  # words of its command line
+    vllm_options: tuple[str, ...] = ()  # arguments of its command line
 
     def __post_init__(self) -> None:
         if self.vllm_only and not self.vllm:
@@ -263,7 +236,7 @@ class OfflineRun(BenchRun):
     _eos_ids: tuple[int, ...] = ()
     _prompts: dict[str, list[Prompt]] = field(default_factory=dict)  # by workload, with their token ids
     _engines: dict[str, Engine] = field(default_factory=dict)
-    _dead: dict[str, str] = field(default_factory=dict)  # contender -> why nothing more is asked of it
+    _dead: dict[str, str] = field(default_factory=dict)  # contender -> why it is not used any more
 
     @property
     def notes(self) -> list[str]:
@@ -313,7 +286,7 @@ class OfflineRun(BenchRun):
         self._warm_up()
 
     def _start_vllm(self, contender: Contender, base: EngineConfig) -> Engine:
-        """With the arithmetic and the room that ours has."""
+        """Start vLLM with the dtypes and limits of our engine."""
         names = ("max_model_len", "max_num_seqs", "enable_prefix_caching")
         options: dict[str, Any] = {name: getattr(base, name) for name in names}
         options |= {"enforce_eager": True} if base.enforce_eager else {}
@@ -321,10 +294,12 @@ class OfflineRun(BenchRun):
         options |= {} if dtype == "auto" else {"dtype": dtype}
         options |= {} if base.kv_cache_dtype == "auto" else {"kv_cache_dtype": base.kv_cache_dtype}
         python, words = self.settings.vllm_python, self.settings.vllm_options
-        return start_vllm(contender, python=python, words=words, **options)
+        return VllmEngine(
+            contender.target, python=python, words=words, speculative_config=contender.speculation, **options
+        )
 
     def run(self) -> Results:
-        """As of any run; processes of vLLM's end with it."""
+        """Run, and end the vLLM processes."""
         try:
             return super().run()
         finally:
@@ -333,7 +308,7 @@ class OfflineRun(BenchRun):
                     engine.close()
 
     def _read_prompts(self, limit: int) -> int:
-        """Keep the prompts of each workload that fit; return the length that all engines are set up for."""
+        """Keep the prompts of each workload that fit. Returns the maximum length for all engines."""
         settings = self.settings
         longest = min(settings.max_model_len or limit, limit)
         for workload in settings.workloads:
@@ -355,7 +330,7 @@ class OfflineRun(BenchRun):
         return settings.max_model_len or needed + settings.max_tokens
 
     def _warm_up(self) -> None:
-        """Every engine at every concurrency, a few rounds: kernels are compiled and graphs captured when first met."""
+        """Run every engine at every concurrency for a few rounds, to compile kernels and capture graphs."""
         several = list(itertools.chain.from_iterable(self._prompts.values()))
         with self.progress.task("warm-up", len(self._engines) * len(self.settings.loads)) as advance:
             for name, concurrency in itertools.product(self._engines, self.settings.concurrencies):
@@ -383,7 +358,7 @@ class OfflineRun(BenchRun):
     def measure(self, cell: Cell, advance: Advance) -> None:
         name, count = cell.contender, self.settings.prompts_for(cell.load)
         loop = self._loop(name, self._prompts[cell.workload], count, cell.load.concurrency or 1)
-        counted = AcceptanceStatistics()  # by the engine, of all requests together
+        counted = AcceptanceStatistics()  # the engine's counts for all requests together
         try:
             if name not in self._dead:
                 before = self._engines[name].stats().acceptance
@@ -397,10 +372,10 @@ class OfflineRun(BenchRun):
             raise
         except (DeadEngineError, VllmError) as error:
             loop.failure = self._dead[name] = str(error)
-        except Exception as error:  # ours to repair: it ends the run, but not with a cell that looks whole
+        except Exception as error:  # a bug: it ends the run, but the cell must not look complete
             loop.failure = f"{type(error).__name__}: {error}"
             raise
-        finally:  # also when it is interrupted: what was answered is kept
+        finally:  # keep the answers so far, even if interrupted
             requests = loop.records
             note = loop.failure or (None if requests else self._dead.get(name))
             answered = any(request.error is None for request in requests)

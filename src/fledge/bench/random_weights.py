@@ -1,4 +1,4 @@
-"""Random weights for enlarged models: the same for one seed on one kind of device, and quick to draw."""
+"""Random weights for enlarged models: reproducible on one kind of device, and fast to generate."""
 
 import functools
 
@@ -9,7 +9,7 @@ RANDOM_STD = 0.02
 
 
 def randomise(module: nn.Module, seed: int) -> None:
-    """Matrices random, norms one; the same for one seed on one kind of device. A layer adds nothing to the stream."""
+    """Random matrices, norms of one, and zero output projections, so that a layer adds nothing to the stream."""
     for number, (name, parameter) in enumerate(module.named_parameters()):
         if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             parameter.zero_()
@@ -20,12 +20,12 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def random_matrix(matrix: Tensor, seed: int) -> None:
-    """On a CPU every matrix is a stretch of the same numbers: to draw those of an 8B model takes minutes."""
+    """Fill with normal numbers. On a CPU all matrices are slices of one long vector, because drawing takes minutes."""
     if matrix.device.type != "cpu":
         matrix.normal_(std=RANDOM_STD, generator=torch.Generator(matrix.device).manual_seed(seed))
         return
     numbers, flat = _random_numbers(matrix.dtype), matrix.view(-1)
-    begin = seed * 7_368_787 % len(numbers)  # another prime, so that stretches begin far from each other
+    begin = seed * 7_368_787 % len(numbers)  # a prime, so that slices begin far from each other
     written = 0
     while written < len(flat):
         stretch = numbers[begin : begin + len(flat) - written]
@@ -35,6 +35,6 @@ def random_matrix(matrix: Tensor, seed: int) -> None:
 
 @functools.cache
 def _random_numbers(dtype: torch.dtype) -> Tensor:
-    """Normal numbers, a prime number of them: no two rows of a matrix are the same, whatever its width."""
+    """Normal numbers. Their count is prime, so that no two rows of a matrix are equal, whatever its width."""
     numbers = torch.empty(16_777_213).normal_(std=RANDOM_STD, generator=torch.Generator().manual_seed(0))
     return numbers.to(dtype)

@@ -1,4 +1,4 @@
-"""Results for people: tables that are printed, Markdown, and one HTML page (`report.html.jinja`) with its pictures."""
+"""Results for people: printed tables, Markdown, and an HTML page with pictures (`report.html.jinja`)."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -27,9 +27,9 @@ from fledge.report.page import Card, finished, page_style, page_template, ratio_
 from fledge.report.prose import DASH
 from fledge.report.tables import WARNING, Table, TableCell, TableRow, figure_cell, markdown_text
 
-SHOWN_CARDS = 4  # of a part's contenders, the most telling first; the others are folded away
+SHOWN_CARDS = 4  # cards of a results file that are shown; the others are folded away
 _PROVENANCE = {"cpu": "Processor", "cpus": "Processors", "fledge_version": "Fledge", "git_commit": "Commit"}
-Column = tuple[str, Callable[[Row], TableCell | str]]  # its heading, and what a row has there
+Column = tuple[str, Callable[[Row], TableCell | str]]  # heading, and function of a row that returns its cell
 _REQUESTS: Column = (
     "requests",
     lambda row: f"{row.figures.requests:,}" + (f" (+{row.figures.errors} failed)" if row.figures.errors else ""),
@@ -46,7 +46,7 @@ _NOVEL: tuple[Column, ...] = (
 
 
 def print_results(summary: Summary, console: Console) -> None:
-    """Tables, and under them whatever a reader must know before believing them."""
+    """Print the tables, and warnings about them."""
     has_latency = any(row.figures.ttft_ms or row.figures.tpot_ms for row in summary.rows.values())
     for table in [speed_table(summary), *([latency_table(summary)] if has_latency else [])]:
         console.print(*table.to_rich(console.width))
@@ -59,7 +59,7 @@ def _name_cell(summary: Summary, name: str) -> TableCell:
 
 
 def _table(summary: Summary, title: str, rows: Iterable[Row], *columns: Column) -> Table:
-    """Contenders by workload and load."""
+    """Make a table of contenders, grouped by workload and load."""
     body = [
         TableRow(
             cells=(_name_cell(summary, row.contender), *(write(row) for _, write in columns)),
@@ -73,7 +73,7 @@ def _table(summary: Summary, title: str, rows: Iterable[Row], *columns: Column) 
 
 
 def speed_table(summary: Summary) -> Table:
-    """One row for each contender, workload and load. A ratio that cannot be given shows a dash."""
+    """One row for each contender, workload and load. Without a ratio there is a dash."""
     end = max([1.2, *(min(row.per_user.ends[1], 6.0) for row in summary.ratios if row.per_user)])
 
     def ratio(row: Row, value: Interval | None, *, has_bar: bool = False) -> TableCell:
@@ -95,7 +95,7 @@ def speed_table(summary: Summary) -> Table:
 
 
 def latency_table(summary: Summary) -> Table:
-    """Milliseconds to the first token and per further token, and how many requests these are of."""
+    """Milliseconds to the first token and per further token, and the number of requests."""
 
     def spread(found: Spread | None) -> str:
         return " / ".join(prose.number(one.value) for one in found.values()) if found else DASH
@@ -111,7 +111,7 @@ def latency_table(summary: Summary) -> Table:
 
 
 def rounds_table(summary: Summary) -> Table:
-    """What rounds yield and, as a ratio is tokens per round over what a round costs, what they cost."""
+    """Acceptance lengths, and the cost of a round (ratio = tokens per round / cost of a round)."""
 
     def at_once(row: Row) -> str:
         depth = summary.depth(row.contender)
@@ -139,7 +139,7 @@ def rounds_table(summary: Summary) -> Table:
 
 
 def answers_table(summary: Summary) -> Table:
-    """Of each contender how many were compared and how many differ, and where."""
+    """For each contender the number of answers compared with the baseline, and of those that differ, and where."""
     body: list[list[TableCell | str]] = []
     for name, (compared, different) in summary.answers.items():
         where = [f"{row.where}: {row.different:,}" for row in summary.agreements if row.contender == name]
@@ -150,7 +150,7 @@ def answers_table(summary: Summary) -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """What goes onto one page."""
+    """The content of one page."""
 
     summaries: tuple[Summary, ...]
     title: str
@@ -159,12 +159,12 @@ class BenchReport:
 
     @cached_property
     def charts(self) -> list[list[Chart]]:
-        """Of each summary."""
+        """The charts of each summary."""
         several = self.summaries
         return [charts(one, self.references) if one.has_speed else one.evaluation.charts(one.number) for one in several]
 
     def to_html(self) -> str:
-        """One file that needs nothing else: no script, nothing that is loaded."""
+        """Return a self-contained page without scripts."""
         tables = {"speed": speed_table, "latency": latency_table, "rounds": rounds_table, "answers": answers_table}
         return finished(
             page_template("fledge.bench", "report.html.jinja").render(
@@ -179,7 +179,7 @@ class BenchReport:
         )
 
     def _part(self, summary: Summary, drawn: list[Chart]) -> dict[str, Any]:
-        """What the page shows of one results file."""
+        """The template values of one results file."""
         found = cards(summary)
         leading = verdict.leaders(summary) if summary.has_speed else [card.name for card in found]
         shown = [card for card in found if card.name in leading][:SHOWN_CARDS]
@@ -193,13 +193,13 @@ class BenchReport:
         }
 
     def to_markdown(self) -> str:
-        """Tables for a README, and what must be known beside them."""
+        """Return tables for a README, and warnings."""
         words = {**vars(prose), "text": markdown_text, "warnings": warnings, "NOVEL": NOVEL}
         template = page_template("fledge.bench", "tables.md.jinja")
         return template.render(words, summaries=self.summaries, notes=self.notes).rstrip("\n") + "\n"
 
     def write(self, page: Path, *, pictures: Path | None = None, markdown: Path | None = None) -> None:
-        """Write the page, every picture as a PNG and the tables as Markdown. Each is there in full or not at all."""
+        """Write the page, every picture as PNG, and the tables as Markdown, each file atomically."""
         texts = {page: self.to_html()}
         if markdown is not None:
             texts[markdown] = self.to_markdown()
@@ -218,14 +218,14 @@ class BenchReport:
 
 
 def cards(summary: Summary) -> list[Card]:
-    """On each contender where speed was measured, and on each drafter where acceptance alone was."""
+    """Return a card for each contender if speed was measured, else for each drafter."""
     if summary.has_speed:
         return verdict.verdicts(summary)
     return summary.evaluation.cards(summary.anchor("acceptance"))
 
 
 def _setup(results: Results) -> dict[str, Any]:
-    """How the results came about, and who took part."""
+    """Return how the results were made, and the contenders."""
     found: dict[str, Any] = {_PROVENANCE.get(k, k.capitalize()): value for k, value in results.provenance.items()}
     found["Settings"] = {key: value for key, value in results.settings.items() if key != "workloads"}
     for name, facts in results.workload_facts.items():
@@ -237,7 +237,7 @@ def _setup(results: Results) -> dict[str, Any]:
 
 
 def print_verdicts(report: BenchReport, console: Console) -> None:
-    """Warnings and sentences of every part."""
+    """Print the warnings and sentences of every results file."""
     marks = {"good": ("+ ", "green"), "bad": ("! ", "red"), "neutral": ("· ", "dim")}
     for summary in report.summaries:
         console.rule(Text(summary.results.title), align="left")

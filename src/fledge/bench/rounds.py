@@ -24,6 +24,7 @@ from fledge.models.drafter.variants import EAGLE_3_1, build
 from fledge.models.target.decoder import TargetModel
 
 PROMPT_TOKENS = 128
+LONG_CONTEXT_ROUNDS = 50
 LEAST_LAYERS = 6  # EAGLE-3 reads the inputs of layers 2, L / 2 and L - 3
 
 Pair = tuple[TargetModel, Drafter]
@@ -114,16 +115,14 @@ def measure_prefill(pair: Pair, prompts: int, tokens: int, options: EngineConfig
     return {"seconds": best, "teraflops": prompts * flops / best / 1e12}
 
 
-def measure_long_context(
-    pair: Pair, tokens: int, depth: int, requests: int, options: EngineConfig, rounds: int = 50
-) -> dict[str, float]:
+def measure_long_context(pair: Pair, tokens: int, depth: int, requests: int, options: EngineConfig) -> dict[str, float]:
     """Decode at the ends of contexts of `tokens` tokens: milliseconds per round, and bytes read per second."""
     engine = prompted_engine(pair, depth, requests, tokens, 900, options, room=tokens + 1024)
     waiting = engine.requests.values()
     prefill = _seconds(engine.device, lambda: _step_while(engine, lambda: any(one.num_output == 0 for one in waiting)))
     for _ in range(8):
         engine.step()
-    per_round = _seconds(engine.device, engine.step, rounds)
+    per_round = _seconds(engine.device, engine.step, LONG_CONTEXT_ROUNDS)
     size = 0  # weights and keys and values that a round must read: the target's once, the drafter's `depth` times
     dtype = FP8 if options.kv_cache_dtype in FP8_CACHE_DTYPES else compute_weight(pair[0]).dtype
     parts: list[tuple[TargetModel | Drafter, int]] = [(pair[0], 1), (pair[1], depth)]

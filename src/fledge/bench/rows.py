@@ -1,4 +1,4 @@
-"""What is known of one contender under one load, and of the fastest of several."""
+"""The measurements of one contender under one load, and the fastest of several."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from fledge.report.prose import sign_of, times
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A contender on a workload under a load, in all repeats; beside the baseline there, unless it is that itself."""
+    """A contender on a workload under a load, in all repeats, and the baseline's cells to compare it with."""
 
     contender: str
     workload: str
@@ -23,12 +23,10 @@ class Row:
     cells: list[Cell]
     baseline: str | None
     base: list[Cell]  # of the baseline
-    held_out: Sequence[
-        Cell
-    ] = ()  # of the fastest of several, each prompt's chosen on other prompts: `figures.held_out`
+    held_out: Sequence[Cell] = ()  # of the fastest of several, chosen on other prompts: `figures.held_out`
 
     def to_dict(self, *names: str) -> dict[str, Any]:
-        """These of its figures, as JSON values."""
+        """JSON values of these attributes."""
         return {name: encode(getattr(self, name)) for name in ("contender", "workload", "load", *names)}
 
     @property
@@ -41,12 +39,12 @@ class Row:
 
     @property
     def speed(self) -> Interval | None:
-        """Tokens per second of each user, if this was measured in full."""
+        """Tokens per second of each user, if the measurement is complete."""
         return None if self.figures.partial else self.figures.per_user_tokens_per_second
 
     @property
     def decoded(self) -> Sequence[Cell]:
-        """What its ratios of speed per user are of."""
+        """The cells that its speed per user is computed from."""
         return self.held_out or self.cells
 
     @property
@@ -55,43 +53,43 @@ class Row:
 
     @cached_property
     def reason(self) -> str | None:
-        """Why there is no ratio: a side is not whole, or the two have nothing in common."""
+        """Why there is no ratio: a side is not complete, or they have nothing in common; None: there is one."""
         return why_no_ratio(self.contender, self.cells, self.baseline or "", self.base)
 
     @cached_property
     def per_user(self) -> Interval | None:
-        """Speed over the baseline's, in the same repeats."""
+        """Ratio of the speed per user to the baseline's, in the same repeats."""
         return speed_ratio(self.decoded, self.base) if self.is_compared and not self.reason else None
 
     @cached_property
     def total(self) -> Interval | None:
-        """The same of all users together."""
+        """The same for all users together."""
         is_whole = self.is_compared and not self.reason
         return ratio(throughput(self.cells), throughput(self.base)) if is_whole else None
 
     @property
     def sign(self) -> int:
-        """1 where it is faster than the baseline beyond noise, -1 where it is slower, else 0."""
+        """1 if it is faster than the baseline beyond noise, -1 if it is slower, else 0."""
         return sign_of(self.per_user, around=1.0) if self.per_user else 0
 
     @property
     def round_cost(self) -> float | None:
-        """Plain steps that a round costs: acceptance length over the ratio, since ratio = tokens per round / cost."""
+        """Cost of a round in plain decode steps: acceptance length / ratio, as ratio = tokens per round / cost."""
         length = self.figures.acceptance_length
         return length.value / self.per_user.value if length and self.per_user else None
 
     @property
     def compared(self) -> int:
-        """Answers that have one of the baseline beside them, by prompt and repeat."""
+        """Number of answers for which the baseline has an answer to the same prompt in the same repeat."""
         return self._shared(2)
 
     @property
     def different(self) -> int:
-        """Of these, how many are not the baseline's."""
+        """How many of these differ from the baseline's."""
         return self._shared(2) - self._shared(3)
 
     def _shared(self, parts: int) -> int:
-        """Answers of both sides that have the first so many of repeat, prompt and digest in common."""
+        """Number of answers of both sides that have the first `parts` of repeat, prompt and digest in common."""
         mine, theirs = (
             Counter((cell.repeat, one.prompt, one.digest)[:parts] for cell in cells for one in cell.good if one.digest)
             for cells in (self.cells, self.base)
@@ -101,22 +99,22 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Best(Record):
-    """The contender that is the fastest per user, of the ways to use one drafter that were measured in full.
+    """The fastest contender per user among the modes of one drafter that were measured completely.
 
-    Its ratio is that of choosing: on each half of the prompts, of the one that is fastest on the other half.
+    Its ratio is cross-validated: on each half of the prompts it is that of the fastest on the other half.
     """
 
     contender: str
     workload: str
     load: Load
     drafter: str
-    alike: tuple[str, ...]  # others that are not beyond noise slower
+    alike: tuple[str, ...]  # others that are not slower beyond noise
     baseline: str | None
     over_baseline: Interval | None
-    chosen: tuple[str, ...] | None = None  # on either half; empty: too few prompts for halves; None: no choice
+    chosen: tuple[str, ...] | None = None  # the fastest on each half; empty: too few prompts; None: nothing to choose
 
     def __str__(self) -> str:
-        """Nothing is called the fastest that is not faster than the baseline beyond noise."""
+        """One line. A contender is only called the fastest if it is faster than the baseline beyond noise."""
         said, over = f"{self.contender} is the fastest per user", self.over_baseline
         if over and sign_of(over, around=1.0) > 0:
             said += f", {times(over)} the speed of {self.baseline}"

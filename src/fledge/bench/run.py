@@ -1,7 +1,7 @@
-"""A run: every contender on every workload under every load, in turns, saved after every cell.
+"""A benchmark run: every contender on every workload under every load, saved after every cell.
 
-For each repeat, workload and load all contenders take turns, never two at once, in an order that is another one in each
-repeat. Prompts are the same for all.
+For each repeat, workload and load the contenders take turns, one at a time, in an order that changes with each repeat.
+All of them get the same prompts.
 """
 
 import itertools
@@ -18,36 +18,36 @@ from fledge.progress import Advance, Progress
 from fledge.provenance import run_provenance
 
 INTERRUPTED, OUT_OF_TIME, UNFINISHED = "interrupted", "out of time", "still running, or killed"
-_NAMED = 4  # cells that were not measured, in a note
+_NAMED = 4  # unmeasured cells that a note lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What is measured."""
+    """What to measure."""
 
     least_requests: ClassVar[int] = 8
-    rounds_of_load: ClassVar[int] = 2  # prompts for each place in flight
+    rounds_of_load: ClassVar[int] = 2  # prompts for each concurrent request
     recorded: ClassVar[tuple[str, ...]] = ("max_tokens", "temperature", "ignore_eos", "repeats", "seed")
 
     workloads: tuple[Workload, ...]
     loads: tuple[Load, ...]
-    requests: int | None = None  # prompts per cell; None: by the load
+    requests: int | None = None  # prompts per cell; None: depends on the load
     repeats: int = 3
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int | None = 0
     ignore_eos: bool = False
-    minutes: float | None = None  # no new cell after this
+    minutes: float | None = None  # no new cell is started after this
     title: str = ""
 
     def prompts_for(self, load: Load) -> int:
-        """Never fewer than are in flight."""
+        """Number of prompts in a cell: at least as many as are in flight."""
         at_once = load.concurrency or 1
         wanted = max(self.least_requests, self.rounds_of_load * at_once) if self.requests is None else self.requests
         return max(wanted, at_once)
 
     def to_dict(self) -> dict[str, Any]:
-        """What results say about how they were made."""
+        """The settings as results record them."""
         return {
             **{name: getattr(self, name) for name in self.recorded},
             "requests": {str(load): self.prompts_for(load) for load in self.loads},
@@ -55,7 +55,7 @@ class RunSettings:
         }
 
     def schedule(self, contenders: Sequence[str]) -> list[Cell]:
-        """All cells in the order they are measured, yet without requests."""
+        """Return all cells in the order of measurement, without requests yet."""
         order: list[Cell] = []
         for repeat in range(self.repeats):
             shift = repeat % max(1, len(contenders))
@@ -73,29 +73,29 @@ def cell_name(cell: Cell) -> str:
 
 @dataclass(kw_only=True)
 class BenchRun(ABC):
-    """Measures, and keeps what was measured. `run` it once.
+    """Measures, and collects the results. Can be run once.
 
-    After Ctrl-C, or when the time is over, the results are what there is, labelled.
+    After Ctrl-C, or when the time is over, the results are partial and labelled as such.
     """
 
     kind: ClassVar[Literal["serve", "offline"]]
 
     settings: RunSettings
     provenance: Mapping[str, Any] = field(default_factory=run_provenance)
-    out: Path | None = None  # written after every cell, whole or not at all
+    out: Path | None = None  # written atomically after every cell
     progress: Progress = field(default_factory=lambda: Progress(quiet=True))
     interrupted: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)  # what results say beside the settings
+    facts: dict[str, Any] = field(default_factory=dict)  # recorded in results besides the settings
     cells: list[Cell] = field(default_factory=list)
-    contenders: list[Contender] = field(default_factory=list)  # known once they are prepared
+    contenders: list[Contender] = field(default_factory=list)  # filled by `prepare`
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make everything ready and fill `contenders`."""
+        """Load or connect to all systems, and fill `contenders`."""
 
     @abstractmethod
     def measure(self, cell: Cell, advance: Advance) -> None:
-        """Measure one cell and append it to `cells`, also when that is interrupted; advance by its prompts."""
+        """Measure one cell and append it to `cells`, even if interrupted; advance by its prompts."""
 
     @property
     def baseline(self) -> str | None:
@@ -103,7 +103,7 @@ class BenchRun(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the results must know."""
+        """Notes for the reader of the results."""
         return []
 
     def run(self) -> Results:
@@ -127,7 +127,7 @@ class BenchRun(ABC):
         return self._save(why)
 
     def _save(self, why: str) -> Results:
-        """What is known so far, written down; `why` something may be missing."""
+        """Return the results so far, and write them; `why` says why something may be missing."""
         order = self.settings.schedule([one.name for one in self.contenders])
         missing = order[len(self.cells) :]
         notes = self.notes

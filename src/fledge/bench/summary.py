@@ -1,4 +1,4 @@
-"""One results file with everything derived from it: what tables, pictures, sentences and `--json` all read."""
+"""One results file with everything derived from it, for tables, pictures, sentences and `--json`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,23 +16,23 @@ from fledge.report.charts import SERIES
 from fledge.report.intervals import Interval
 from fledge.report.prose import sign_of
 
-MANY_DEPTHS = 3  # from here on, a line for each depth hides what the drafter does
+MANY_DEPTHS = 3  # from so many depths on, pictures do not show a line for each
 _DEPTH = "num_speculative_tokens"
-# Of these a depth alone does not tell.
+# A mode with one of these keys is not described by its depth alone.
 _NO_CHAIN = {"adaptive", "tree_width", "tree_budget", "num_speculative_tokens_per_batch_size"}
 Key = tuple[str, str, Load]  # contender, workload, load
 
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """What is one line in a picture: a contender, or MANY_DEPTHS chains or more that differ in depth alone."""
+    """One line in a picture: a contender, or at least MANY_DEPTHS chains that differ only in depth."""
 
     title: str
-    depths: Mapping[str, int]  # by contender, the shallowest first; of a lone one it does not matter
+    depths: Mapping[str, int]  # by contender, ascending; without meaning for a single contender
 
     @property
-    def is_deep(self) -> bool:
-        """So many depths that a picture shows only the one that matters."""
+    def has_many_depths(self) -> bool:
+        """Whether it is several depths, of which a picture shows only the fastest."""
         return len(self.depths) > 1
 
     @property
@@ -42,7 +42,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of one results file. `number` tells it from the others on a page; `baseline` may be none."""
+    """Figures of one results file. `number` distinguishes it from others on a page; `baseline` may be None."""
 
     results: Results
     baseline: str | None
@@ -55,7 +55,7 @@ class Summary:
 
     @cached_property
     def rows(self) -> dict[Key, Row]:
-        """What was tried: workloads in order of appearance, in each its loads from low to high, in those contenders."""
+        """All cells that were tried: by workload in order of appearance, load from low to high, and contender."""
         cells = grouped(self.results.cells, lambda cell: (cell.contender, cell.workload, cell.load))
         found = {}
         for workload, load, name in product(self.workloads, self.loads, self.contenders):
@@ -66,17 +66,17 @@ class Summary:
         return found
 
     def rows_of(self, name: str, workload: str | None = None) -> list[Row]:
-        """Of one contender, on all workloads or one, from the lowest load to the highest."""
+        """Rows of one contender, on all workloads or one, from the lowest load to the highest."""
         return [row for key, row in self.rows.items() if key[0] == name and workload in (None, key[1])]
 
     @property
     def ratios(self) -> list[Row]:
-        """Every other contender against the baseline, with a ratio or a reason why there is none."""
+        """Rows of all contenders but the baseline, each with a ratio or a reason why there is none."""
         return [row for row in self.rows.values() if row.is_compared]
 
     @cached_property
     def agreements(self) -> list[Row]:
-        """Those whose answers can be compared with the baseline's; none where answers are drawn at random."""
+        """Rows whose answers can be compared with the baseline's; none if answers are sampled."""
         return [row for row in self.ratios if self.results.is_greedy and row.compared]
 
     @cached_property
@@ -98,17 +98,17 @@ class Summary:
 
     @cached_property
     def notes(self) -> list[str]:
-        """What must be known beside the figures."""
+        """Warnings and notes that belong to the figures."""
         return [*text_warnings(self.results), *self.results.notes]
 
     @property
     def tells_repetition(self) -> bool:
-        """Whether acceptance is known round by round, as our own engine tells it."""
+        """Whether acceptance is known round by round, as with our own engine."""
         return any(row.figures.fresh_acceptance_length for row in self.rows.values())
 
     @property
     def tells_copies(self) -> bool:
-        """The same; there are versions that told of repetition alone."""
+        """Whether copies of the prompt are known too; some versions recorded repetition only."""
         return self.tells_repetition and any(row.figures.copied is not None for row in self.rows.values())
 
     # Who takes part.
@@ -132,46 +132,46 @@ class Summary:
 
     @cached_property
     def evaluation(self) -> EvalReport:
-        """What an eval says."""
+        """The report of an eval."""
         return EvalReport(self.results)
 
     @property
     def has_speed(self) -> bool:
-        """An eval measures acceptance; its times say nothing."""
+        """Whether speed was measured. An eval measures acceptance only."""
         return self.results.kind != "eval"
 
     def anchor(self, section: str) -> str:
-        """Of a section on a page."""
+        """The HTML anchor of a section."""
         return f"{section}-{self.number}"
 
     def badge(self, name: str) -> str:
-        """What must stand wherever a contender's name does."""
+        """A label to show beside the contender's name: whether its models are inflated."""
         shape = self.contenders[name].inflated
         return f"inflated: {shape}" if shape else ""
 
     def colour_number(self, name: str) -> int | None:
-        """One for each drafter. The baseline has none: it is drawn in the ink of the text."""
+        """A number for each drafter. The baseline has none: it has the colour of text."""
         if name == self.baseline:
             return None
         drafters = list(dict.fromkeys(_drafter_of(self.contenders[other]) for other in self.challengers))
         return drafters.index(_drafter_of(self.contenders[name])) % len(SERIES)
 
     def colour(self, name: str) -> str:
-        """The style sheet's name of a contender's colour."""
+        """The CSS variable of a contender's colour."""
         place = self.colour_number(name)
         return "var(--ink)" if place is None else f"var(--series-{place})"
 
     # Figures of one contender.
 
     def depth(self, name: str) -> int | None:
-        """How far a contender drafts ahead: as configured, or as seen."""
+        """A contender's draft depth: as configured, or as observed."""
         configured = (self.contenders[name].speculation or {}).get(_DEPTH)
         if isinstance(configured, int):
             return configured
         return max((len(row.figures.rate_by_depth) for row in self.rows_of(name)), default=0) or None
 
     def lengths_of(self, name: str, rounds: Rounds = "all") -> dict[str, Interval]:
-        """Acceptance length by workload, at the lowest load that was measured in full: it hardly depends on that."""
+        """Acceptance length by workload, at the lowest load that was measured completely."""
         found: dict[str, Interval] = {}
         for row in sorted(self.rows_of(name), key=lambda row: row.figures.partial):
             if (length := row.figures.length_of(rounds)) is not None:
@@ -182,14 +182,14 @@ class Summary:
 
     @cached_property
     def sweeps(self) -> list[Sweep]:
-        """All but the baseline in order of appearance, chains of one drafter together."""
+        """All contenders but the baseline in order of appearance, chains of one drafter as one sweep."""
         groups: dict[object, dict[int, Contender]] = {}
         for one in map(self.contenders.__getitem__, self.challengers):
-            way = dict(one.speculation or {})
-            depth = way.pop(_DEPTH, None)
-            same: object = _drafter_of(one), one.temperature, repr(sorted((key, repr(way[key])) for key in way))
-            is_chain = one.drafter is not None and isinstance(depth, int) and not _NO_CHAIN & way.keys()
-            if not is_chain or depth in groups.get(same, ()):  # twice: what tells them apart is not known here
+            mode = dict(one.speculation or {})
+            depth = mode.pop(_DEPTH, None)
+            same: object = _drafter_of(one), one.temperature, repr(sorted((key, repr(mode[key])) for key in mode))
+            is_chain = one.drafter is not None and isinstance(depth, int) and not _NO_CHAIN & mode.keys()
+            if not is_chain or depth in groups.get(same, ()):  # a second contender of this depth
                 same, depth = one.name, 0
             groups.setdefault(same, {})[depth] = one
         found = []
@@ -204,12 +204,12 @@ class Summary:
         return found
 
     @property
-    def deep_sweeps(self) -> list[Sweep]:
-        return [sweep for sweep in self.sweeps if sweep.is_deep]
+    def depth_sweeps(self) -> list[Sweep]:
+        return [sweep for sweep in self.sweeps if sweep.has_many_depths]
 
     @property
     def lines(self) -> list[Sweep]:
-        """What a picture shows: the baseline, and the sweeps."""
+        """The lines of a picture: the baseline, and the sweeps."""
         return [*([Sweep(self.baseline, {self.baseline: 0})] if self.baseline in self.contenders else ()), *self.sweeps]
 
     def line(self, name: str) -> Sweep:
@@ -217,30 +217,32 @@ class Summary:
 
     @cached_property
     def best_depths(self) -> dict[tuple[Sweep, str, Load], Best]:
-        """Of the depths that were measured in full. Where a load has ratios they decide, as they are what is shown."""
+        """The fastest depth of each sweep by workload and load, by ratio to the baseline where there is one."""
         return {
             (sweep, workload, load): best
-            for workload, load, sweep in product(self.workloads, self.loads, self.deep_sweeps)
+            for workload, load, sweep in product(self.workloads, self.loads, self.depth_sweeps)
             if (best := self.best(sweep.title, [*sweep.depths], workload, load))
         }
 
     def shown(self, line: Sweep, workload: str, load: Load) -> Row | None:
-        """The row that stands for a line under a load: of many depths the fastest, as choosing it does."""
-        return self._shown.get((line, workload, load)) if line.is_deep else self.rows.get((line.first, workload, load))
+        """The row that a picture shows for a line under a load: that of the fastest depth, if there are many."""
+        if line.has_many_depths:
+            return self._shown.get((line, workload, load))
+        return self.rows.get((line.first, workload, load))
 
     @cached_property
     def _shown(self) -> dict[tuple[Sweep, str, Load], Row]:
         return {where: self._reported(best) for where, best in self.best_depths.items()}
 
     def _reported(self, best: Best) -> Row:
-        """The row of the best, with the ratio that choosing gives."""
+        """The row of the best contender, with its cross-validated ratio."""
         where = best.workload, best.load
         cells = [self.rows[name, *where].cells for name in best.chosen or ()]
         return replace(self.rows[best.contender, *where], held_out=held_out(*cells) if cells else ())
 
     @property
     def best_modes(self) -> list[Best]:
-        """Of all ways to use a drafter, trees and schedules too, where all of them were measured in full."""
+        """The fastest mode of each drafter, trees and schedules too, where all modes were measured completely."""
         drafters = grouped((one for one in self.results.contenders if one.drafter), lambda one: one.drafter or "")
         found = []
         for where, (drafter, several) in product(dict.fromkeys(key[1:] for key in self.rows), drafters.items()):
@@ -251,7 +253,7 @@ class Summary:
         return [best for best in found if best is not None]
 
     def best(self, drafter: str, names: Sequence[str], workload: str, load: Load) -> Best | None:
-        """The fastest of these; by their ratios where they have any, unless one of them is the baseline."""
+        """The fastest of these contenders: by ratios if there are any, unless one of them is the baseline."""
         rows = [row for name in names if (row := self.rows.get((name, workload, load)))]
         over = {row.contender: row.per_user for row in rows if row.per_user and self.baseline not in names}
         values = over or {row.contender: row.speed for row in rows if row.speed}
@@ -276,7 +278,7 @@ class Summary:
 
 
 def summaries(several: Iterable[Results], baseline: str | None = None) -> list[Summary]:
-    """`baseline` replaces that of the files."""
+    """Return a summary of each file. `baseline` replaces that of the files."""
     return [Summary(results, baseline or results.baseline, number) for number, results in enumerate(several, start=1)]
 
 
@@ -287,5 +289,5 @@ def load_text(*loads: Load) -> str:
 
 
 def _drafter_of(one: Contender) -> tuple[str | None, ...]:
-    """What has one colour in all pictures: a drafter on an engine, or a contender without one."""
+    """Return the key of a colour: a drafter on an engine, or a contender without a drafter."""
     return (one.kind, one.target, one.drafter, one.inflated) if one.drafter is not None else (one.name,)

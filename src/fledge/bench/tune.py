@@ -1,7 +1,7 @@
-"""How deep vLLM should draft at each batch size: measured, not modelled.
+"""Measures how deep vLLM should draft at each batch size.
 
-vLLM is started once for each depth, 0 being without a drafter, and asked at each concurrency. What follows from the
-points is in `engine/vllm_tuning.py`.
+vLLM is started once for each depth (0: without a drafter) and measured at each concurrency. `engine/vllm_tuning.py`
+chooses the depths.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:
-    """What is measured, and how."""
+    """What to measure, and how."""
 
     target: str
     drafter: str
@@ -33,13 +33,13 @@ class TuneSettings:
     temperature: float = 0.0
     ignore_eos: bool = False
     python: str | None = None
-    words: tuple[str, ...] = ()  # of vLLM's command line
+    words: tuple[str, ...] = ()  # arguments of vLLM's command line
 
 
 def measure(
     settings: TuneSettings, progress: Progress, open_engine: Callable[..., VllmEngine] = VllmEngine
 ) -> list[TunePoint]:
-    """Every depth at every concurrency. One vLLM runs at a time."""
+    """Measure every depth at every concurrency, with one vLLM at a time."""
     points: list[TunePoint] = []
     for depth in sorted({0, *settings.depths}):
         speculation = {"model": settings.drafter, "num_speculative_tokens": depth} if depth else None
@@ -50,7 +50,7 @@ def measure(
             words=settings.words,
             speculative_config=speculation,
             max_num_seqs=max(settings.concurrencies),
-            enable_prefix_caching=False,  # prompts come again
+            enable_prefix_caching=False,  # prompts are repeated
         )
         try:
             points += [_point(engine, settings, depth, concurrency) for concurrency in settings.concurrencies]

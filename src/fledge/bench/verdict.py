@@ -1,6 +1,6 @@
-"""What results mean, in sentences (verdict.jinja, overall.jinja, losses.jinja): each names the section that shows it.
+"""Sentences about results (verdict.jinja, overall.jinja, losses.jinja). Each names the section with its figures.
 
-Nothing is called faster or slower unless the interval of the ratio says so.
+Nothing is called faster or slower unless the interval of the ratio excludes 1.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ from fledge.report.prose import Sentence, Tone, ratio_tone
 
 @dataclass(frozen=True)
 class Reference:
-    """Ratios that others reported, by concurrency: on other hardware, with other models."""
+    """Ratios by concurrency that others have reported, on other hardware and with other models."""
 
     name: str
     points: Mapping[int, float]
@@ -49,23 +49,23 @@ def _said(template: str, summary: Summary, **values: Any) -> list[Sentence]:
 
 
 def warnings(summary: Summary) -> list[str]:
-    """What must stand beside the figures, most important first; then the notes of the results."""
+    """Return warnings about the figures, most important first, then the notes of the results."""
     return list(dict.fromkeys([*(one.text for one in _said("warnings", summary)), *summary.notes]))
 
 
 def verdicts(summary: Summary) -> list[Card]:
-    """One for each contender that a ratio or an acceptance length can be given for, the most telling first."""
+    """Return a card for each contender with a ratio or an acceptance length, the most important first."""
     names = dict.fromkeys([*leaders(summary), *_ranked(summary, summary.challengers)])
     return [card for card in (_card(summary, name) for name in names) if card.sentences]
 
 
 def leaders(summary: Summary) -> list[str]:
-    """Of a drafter with many depths the fastest one, and every other contender; the fastest first."""
+    """Return the contenders, the fastest first; of a drafter with many depths only the fastest depth."""
     return _ranked(summary, [_ranked(summary, sweep.depths)[0] for sweep in summary.sweeps])
 
 
 def _ranked(summary: Summary, names: Iterable[str]) -> list[str]:
-    """By the mean ratio of all loads and workloads alike, the highest first."""
+    """Sort by the mean ratio over all loads and workloads, the highest first."""
 
     def mean(name: str) -> float:
         return fmean([row.per_user.value for row in summary.rows_of(name) if row.per_user] or [0])
@@ -96,7 +96,7 @@ def _card(summary: Summary, name: str) -> Card:
 
 
 def gain(rows: Sequence[Row]) -> tuple[str, str]:
-    """Which kind of gain these rows show, and at which loads. Where a ratio is missing, no end of a gain is told."""
+    """Return which kind of gain these rows show, and at which loads."""
     known = grouped((row for row in rows if row.per_user), lambda row: row.load)
     signs = {load: {row.sign for row in several} for load, several in known.items()}
     gains = [load for load, found in signs.items() if 1 in found]
@@ -111,7 +111,7 @@ def gain(rows: Sequence[Row]) -> tuple[str, str]:
 
 
 def overall(summary: Summary) -> list[Sentence]:
-    """Which is the fastest where, which drafter is accepted more, and whether all said the same."""
+    """Return which contender is the fastest, which drafter is accepted more, and whether all answers agree."""
     against = list(_best_against_best(summary)) if summary.has_speed else []
     fastest = _fastest(summary) if summary.has_speed else {}
     lengths, novel = _accepted_more(summary), _accepted_more(summary, "novel")
@@ -119,9 +119,9 @@ def overall(summary: Summary) -> list[Sentence]:
 
 
 def _best_against_best(summary: Summary) -> Iterator[tuple[Sweep, Sweep, str, list[tuple[Load, Interval, int, int]]]]:
-    """Every drafter of many depths against the first that drafts for the same target on the same engine."""
+    """Compare every drafter of many depths with the first one for the same target on the same engine."""
     engine = attrgetter("kind", "target", "inflated")
-    groups = grouped(summary.deep_sweeps, lambda sweep: engine(summary.contenders[sweep.first])).values()
+    groups = grouped(summary.depth_sweeps, lambda sweep: engine(summary.contenders[sweep.first])).values()
     pairs = [(sweep, first) for first, *others in groups for sweep in others]
     for (sweep, other), workload in product(pairs, summary.workloads):
         points = []
@@ -134,7 +134,7 @@ def _best_against_best(summary: Summary) -> Iterator[tuple[Sweep, Sweep, str, li
 
 
 def _fastest(summary: Summary) -> dict[str, dict[str, list[Row]]]:
-    """By workload: which contender decodes the fastest, with those that cannot be told from it, under which loads."""
+    """Return by workload the fastest contender, with those not slower beyond noise, and under which loads."""
     found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for workload, load in product(summary.workloads, summary.loads):
         whole = [row for key, row in summary.rows.items() if key[1:] == (workload, load) and row.speed]
@@ -146,7 +146,7 @@ def _fastest(summary: Summary) -> dict[str, dict[str, list[Row]]]:
 
 
 def _names_text(summary: Summary, names: Sequence[str]) -> str:
-    """Names in order, with those of one drafter at many depths in one: "EAGLE-3 K=3/4/5, EAGLE-3.1 K=2"."""
+    """Join names, those of one drafter at many depths as one: "EAGLE-3 K=3/4/5, EAGLE-3.1 K=2"."""
     texts: list[str] = []
     for name in names:
         line = summary.line(name)
@@ -158,29 +158,29 @@ def _names_text(summary: Summary, names: Sequence[str]) -> str:
 def _accepted_more(
     summary: Summary, rounds: Rounds = "all"
 ) -> dict[tuple[str, str], list[tuple[Interval, int | None]]]:
-    """Drafters of the same target that draft in the same way, against the first of them, over all workloads.
+    """Compare drafters of the same target and mode with the first of them, over all workloads.
 
-    By what is compared: the ratio, and its depth where there are many.
+    Returns for each pair the ratios of acceptance length, each with its depth if there are many.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for one in summary.results.contenders:
         if one.drafter is not None and one.speculation is not None:
-            way = {key: value for key, value in one.speculation.items() if key not in ("model", "method")}
-            groups[repr((one.kind, one.target, one.inflated, one.temperature, sorted(way.items())))].append(one.name)
+            mode = {key: value for key, value in one.speculation.items() if key not in ("model", "method")}
+            groups[repr((one.kind, one.target, one.inflated, one.temperature, sorted(mode.items())))].append(one.name)
     pairs: dict[tuple[str, str], list[tuple[Interval, int | None]]] = defaultdict(list)
     for first, *others in groups.values():
         for name in others:
             panels = [acceptance(complete_cells(summary.results, of), rounds=rounds) for of in (name, first)]
             if (value := ratio(*panels, offset=1.0)) is not None:
                 line, base = summary.line(name), summary.line(first)
-                pairs[line.title, base.title].append((value, line.depths[name] if line.is_deep else None))
+                pairs[line.title, base.title].append((value, line.depths[name] if line.has_many_depths else None))
     return pairs
 
 
 def disappointments(summary: Summary, references: Sequence[Reference] = ()) -> list[Sentence]:
-    """Where a contender does not gain, or gains less than others reported, and what the data say about why.
+    """Return where a contender does not gain, or gains less than others have reported, and possible reasons.
 
-    Of a drafter with many depths the fastest at each load is compared with others: where that stays below, so do all.
+    Of a drafter with many depths, the fastest at each load is compared with the references.
     """
     if not summary.has_speed:
         return []

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.models.config import TargetConfig
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -27,13 +26,13 @@ class Pair:
     workload: str
 
 
-def write_pair(root: Path, config: TargetConfig = TARGET) -> Pair:
+def write_pair(root: Path) -> Pair:
     """Random models: their drafts are seldom right, which no test here minds."""
-    target = make_target(config)
+    target = make_target(TARGET)
     save_target(target, root / "target")
     save_tokenizer(root / "target")
     for name in ("eagle3", "eagle3.1"):
-        save_drafter(make_drafter(drafter_configs(config)[name], target), root / name)
+        save_drafter(make_drafter(drafter_configs(TARGET)[name], target), root / name)
     questions = ["red", "green and blue", "one two three", "a", "more of it"]
     lines = [{"id": f"q{i}", "category": "test", "turns": [text, "and then?"]} for i, text in enumerate(questions)]
     (root / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -117,14 +117,14 @@ def test_a_depth_that_is_not_whole_is_never_the_fastest(baseline: str | None):
         for cell in results.cells
     ]
     part = part_of(replace(results, cells=tuple(lost)))
-    sweep = part.deep_sweeps[0]
+    sweep = part.depth_sweeps[0]
     assert part.best_depths[sweep, "chat", Load(concurrency=1)].contender == "EAGLE-3 K=5"
     assert legend_of(picture(part, "tpot-1-1-1"))[1] == "EAGLE-3 K=5"
 
 
 def test_without_a_baseline_speeds_decide():
     part = part_of(many_depths(baseline=None))
-    found = [part.best_depths[sweep, "chat", Load(concurrency=1)] for sweep in part.deep_sweeps]
+    found = [part.best_depths[sweep, "chat", Load(concurrency=1)] for sweep in part.depth_sweeps]
     assert [one.contender for one in found] == ["EAGLE-3 K=3", "EAGLE-3.1 K=5"]
     assert [one.over_baseline for one in found] == [None, None]
 

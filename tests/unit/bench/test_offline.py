@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fledge.bench import offline
-from fledge.bench.draft_modes import draft_modes
+from fledge.bench.contenders import draft_modes
 from fledge.bench.figures import halves
 from fledge.bench.inflate import SHAPES
 from fledge.bench.offline import (

@@ -125,13 +125,13 @@ class HttpClient:
             else:
                 writer.close()
 
-    async def get(self, path: str, *, seconds: float = CONNECT_SECONDS) -> tuple[int, bytes]:
+    async def get(self, path: str) -> tuple[int, bytes]:
         """Return status and body. Raises HttpError, also when it takes too long."""
         try:
-            async with asyncio.timeout(seconds), self.request("GET", path) as response:
+            async with asyncio.timeout(CONNECT_SECONDS), self.request("GET", path) as response:
                 return response.status, await response.whole()
         except TimeoutError:
-            raise HttpError(f"no answer within {seconds:g} s") from None
+            raise HttpError(f"no answer within {CONNECT_SECONDS:g} s") from None
 
     async def _connection(self) -> Connection:
         while self._idle:

@@ -15,14 +15,12 @@ from tests.odd_server import HEAD, OddServer, Script, event, good, piece, usage
 BODY = {"max_tokens": 4}
 
 
-def asked(script: Script, *, stall: float = 5.0, times: int = 1) -> StreamedAnswer:
+def asked(script: Script, *, stall: float = 5.0) -> StreamedAnswer:
     async def run(url: str) -> StreamedAnswer:
         client = HttpClient(url=url)
-        answers = [
-            await ask(client, "v1/chat/completions", BODY, stall_seconds=stall, max_pieces=50) for _ in range(times)
-        ]
+        answer = await ask(client, "v1/chat/completions", BODY, stall_seconds=stall, max_pieces=50)
         client.close()
-        return answers[-1]
+        return answer
 
     with OddServer(script) as server:
         return asyncio.run(run(server.url))

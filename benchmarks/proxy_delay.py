@@ -1,11 +1,11 @@
 """What Fledge in front of a vLLM adds to the first byte of a stream and to its last: asked directly, and through it.
 
-    python benchmarks/front_delay.py [--requests 300] [--concurrency 1] [--max-tokens 64]
+    python benchmarks/proxy_delay.py [--requests 300] [--concurrency 1] [--max-tokens 64]
 
-A stand-in for vLLM (tests/fake_vllm_server.py) answers at once, so that the difference is what the front costs, which
-is `fledge serve` of the bundled pair. Requests take turns: one directly, one through the front. Where others keep the
-cores busy, `quiet` is the better figure: the fastest tenth through the front against the fastest tenth directly; so is
-the processor time that the front takes for a request, from its first byte to its line in the log. Prints one line
+A stand-in for vLLM (tests/fake_vllm_server.py) answers at once, so that the difference is what the proxy costs, which
+is `fledge serve` of the bundled pair. Requests take turns: one directly, one through the proxy. Where others keep the
+cores busy, `quiet` is the better figure: the fastest tenth through the proxy against the fastest tenth directly; so is
+the processor time that the proxy takes for a request, from its first byte to its line in the log. Prints one line
 of JSON.
 """
 
@@ -50,7 +50,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def report(name: str, direct: Sequence[float], through: Sequence[float]) -> dict[str, float]:
-    """What the front adds, in milliseconds, of seconds that were measured in turns."""
+    """What the proxy adds, in milliseconds, of seconds that were measured in turns."""
     added = sorted(b - a for a, b in zip(direct, through, strict=True))
     tenth = len(added) // 10
     figures = {"median": statistics.median(added), "p90": added[-1 - tenth]}
@@ -69,11 +69,11 @@ def main() -> None:
         command = [sys.executable, "-m", "fledge", "serve", "--engine", "vllm", "--port", "0"]
         found = {**os.environ, **put(Path(directory))}
         found["PYTHONPATH"] += os.pathsep + str(ROOT / "src")
-        with subprocess.Popen(command, env={**found, "TMPDIR": directory}, stderr=subprocess.PIPE, text=True) as front:
-            assert front.stderr is not None
-            url = next(found[0] for line in front.stderr if (found := re.findall(r"http://[\d.:]+", line)))
+        with subprocess.Popen(command, env={**found, "TMPDIR": directory}, stderr=subprocess.PIPE, text=True) as proxy:
+            assert proxy.stderr is not None
+            url = next(found[0] for line in proxy.stderr if (found := re.findall(r"http://[\d.:]+", line)))
             (socket,) = Path(directory).glob("fledge-vllm-*/vllm.sock")
-            log = threading.Thread(target=front.stderr.read, daemon=True)  # or its pipe fills up
+            log = threading.Thread(target=proxy.stderr.read, daemon=True)  # or its pipe fills up
             log.start()
 
             def work() -> None:
@@ -89,16 +89,16 @@ def main() -> None:
             warm = httpx.Client(base_url=url, timeout=60)
             for _ in range(20):
                 first_and_last(warm, given.max_tokens)
-            before = processor_seconds(front.pid)
+            before = processor_seconds(proxy.pid)
             threads = [threading.Thread(target=work) for _ in range(given.concurrency)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            spent = processor_seconds(front.pid) - before
-            front.terminate()
+            spent = processor_seconds(proxy.pid) - before
+            proxy.terminate()
     result: dict[str, float] = {"requests": len(seen), "concurrency": given.concurrency}
-    result["front_processor_ms"] = round(1e3 * spent / len(seen), 3)
+    result["proxy_processor_ms"] = round(1e3 * spent / len(seen), 3)
     for i, name in enumerate(("first_byte_ms", "last_byte_ms")):
         result |= report(name, [direct[i] for direct, _ in seen], [through[i] for _, through in seen])
     print(json.dumps(result))

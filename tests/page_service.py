@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +22,7 @@ from fledge.server.history import History
 from fledge.server.live_drift import Traits
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import Template
+from tests.ports import free_port
 
 ANSWER = ["A", " speculative", " decoder", " drafts", " a", " few", " tokens", " ahead", ",", " then", " verifies", "."]
 DRAFTED = [False, True, True, False, True, True, True, False, True, False, True, True]
@@ -106,16 +106,10 @@ class EngineFeed:
         self.metrics.on_finished(last, Traits(Template(template, "0123456789abcdef"), script, temperature))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def running(app: FastAPI, port: int | None = None) -> Iterator[int]:
     """Serve an application in a thread; yields the port."""
-    port = port or _free_port()
+    port = port or free_port()
     config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -138,7 +132,7 @@ class PageService:
     def __init__(
         self, *, prefix: str = "", key: str | None = None, token_s: float = 0.02, interval_s: float = 0.2
     ) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.prefix = prefix
         self.key = key
         self.token_s = token_s

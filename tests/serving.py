@@ -115,7 +115,7 @@ class Serving:
     """A running server. `with Serving(...) as serving: httpx.get(serving.url + "/health")`."""
 
     def __init__(self, service: Any = None) -> None:
-        """`service`: a `Service`, or what stands in front of a vLLM."""
+        """`service`: a `Service` or a `VllmProxy`."""
         self.service = service or make_service()
         config = http_config(self.service, host="127.0.0.1", port=0)
         self._ready = threading.Event()

@@ -5,7 +5,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from tests.ports import free_port
 
 KEY = "sk-of-the-clients"
 os.environ.update(  # read when these packages are imported: none of them asks anything of the network
@@ -51,9 +52,7 @@ def server() -> Iterator[Server]:
     python = os.environ.get("FLEDGE_PYTHON")
     if python is None:
         pytest.skip("FLEDGE_PYTHON is not set (make test-clients sets it)")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [python, "-m", "fledge", "serve", "--port", str(port), "--api-key", KEY]
     process = subprocess.Popen([*command, "--served-model-name", "fledgling"])
     try:

@@ -73,6 +73,8 @@ def test_markdown_goes_to_a_file_or_is_printed_alone(files: Path):
     done = fledge("bench", "report", "eval.json", "--out", "eval.html", "--markdown", "x/eval.md", "--quiet", cwd=files)
     assert (done.returncode, done.stdout) == (0, "")
     assert (files / "x" / "eval.md").read_text(encoding="utf-8").startswith("Acceptance length:\n\n| drafter |")
+    done = fledge("bench", "report", "eval.json", "--out", "eval.html", "--markdown", "-", "--note", "Why.", cwd=files)
+    assert done.stdout.startswith("Why.\n\nAcceptance length:\n\n| drafter |"), "words come first, as on the page"
 
 
 @pytest.mark.parametrize(

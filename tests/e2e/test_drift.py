@@ -75,7 +75,7 @@ def test_conditions_decide_the_exit_status_and_finished_cells_are_not_run_again(
     assert 0 < printed["figures"]["eagle3.1"]["recent_attention_depth_1"] < 1
     assert printed["verdicts"][0]["headline"] == "4 prompts: too few for a verdict"
     with mock.patch.object(Prober, "probe", side_effect=AssertionError("probed again")):
-        second = drift(pair, *command, "--fail-if", "al>=1,recent_attention_last>1", "--fail-if", "drift_depth>=1")
+        second = drift(pair, *command, "--fail-if", "al>=1,recent_attention_last>1", "--fail-if", "repetition>=0")
     assert second.returncode == 1
     assert json.loads(second.stdout)["violations"]["eagle3.1"][0].startswith("al>=1 (al is ")
     lines = second.stderr.strip().splitlines()

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.serving import MODEL, Serving
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -42,9 +42,7 @@ def _prometheus(serving: Serving, tmp_path_factory: pytest.TempPathFactory) -> I
     config: Any = json.loads(json.dumps(CONFIG))
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{serving.port}"]
     (directory / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--log.level=error"]
     process = subprocess.Popen([*command, f"--web.listen-address={address}"], cwd=directory)
     try:

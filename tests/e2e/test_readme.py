@@ -3,7 +3,6 @@
 import contextlib
 import re
 import shlex
-import socket
 import time
 import urllib.request
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from tests.command_line import fledge
 from tests.forking import ForkedCommand
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -53,9 +53,7 @@ def run_command(words: list[str], directory: Path) -> None:
 
 def serve(options: list[str], directory: Path) -> None:
     """Start the service, wait until it is well, and end it as systemd would."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = ForkedCommand("serve", *options, "--port", str(port), cwd=directory)
     try:
         for _ in range(600):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from importlib import resources
 from pathlib import Path
 
 import httpx
+
+from tests.ports import free_port
 
 TARGET = resources.files("fledge") / "bundled" / "fledgling"
 START_SECONDS = 300.0
@@ -49,9 +50,7 @@ def both_servers(vllm_python: str, logs: Path) -> Iterator[tuple[httpx.Client, h
 def _server(
     command: Sequence[str], log: Path, environment: dict[str, str]
 ) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes], Path]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with log.open("wb") as written:
         process = subprocess.Popen(
             [*command, "--port", str(port)],

@@ -1,4 +1,4 @@
-"""Real vLLM as Fledge's other engine: served through the front, and behind `LLM`, split over two processes.
+"""Real vLLM as Fledge's other engine: served through the proxy, and behind `LLM`, split over two processes.
 
 The tokens are those of our own engine, and so are the rounds. Run by `make test-vllm`.
 """
@@ -31,7 +31,7 @@ from tests.vllm_parity.pairs import LLAMA, text
 from tests.vllm_parity.small_training import Budget, train_drafter, train_target
 
 DEPTH = 3
-MARK = "FLEDGE_TEST_FRONT"
+MARK = "FLEDGE_TEST_PROXY"
 OPTIONS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -51,13 +51,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`fledge serve` of the bundled pair by two replicas of vLLM (data parallel), with keys."""
     words = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
     speculation = json.dumps({"model": DRAFTERS["EAGLE-3.1"], "num_speculative_tokens": DEPTH})
     words += ["--speculative-config", speculation, "--engine", "vllm", "--port", "0", "--api-key", "key"]
     words += ["--data-parallel-size", "2", "--admin-api-key", "admin"]
-    log = tmp_path_factory.mktemp("front") / "log"
+    log = tmp_path_factory.mktemp("proxy") / "log"
     command = [sys.executable, "-m", "fledge", "serve", TARGET, *words]
     with log.open("w") as errors:
         marked = {**os.environ, **ENVIRONMENT, MARK: str(log)}
@@ -80,10 +80,10 @@ def ours() -> LLM:
     return LLM(TARGET, speculative_config=speculation, **OPTIONS)  # type: ignore[arg-type]
 
 
-def test_streams_through_the_front_have_our_tokens_and_their_rounds_are_known(
-    front: tuple[str, subprocess.Popen[str]], ours: LLM
+def test_streams_through_the_proxy_have_our_tokens_and_their_rounds_are_known(
+    proxy: tuple[str, subprocess.Popen[str]], ours: LLM
 ) -> None:
-    url, _ = front
+    url, _ = proxy
     prompt = ours.encode_chat(MESSAGES)
     (expected,) = ours.generate([prompt], GREEDY)
     body: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -109,10 +109,10 @@ def test_streams_through_the_front_have_our_tokens_and_their_rounds_are_known(
 
 
 def test_another_drafter_drafts_in_both_replicas_and_a_stream_goes_on(
-    front: tuple[str, subprocess.Popen[str]], ours: LLM, tmp_path: Path
+    proxy: tuple[str, subprocess.Popen[str]], ours: LLM, tmp_path: Path
 ) -> None:
     """One of random weights takes over in the middle: the same tokens in more rounds, and the first one comes back."""
-    url, _ = front
+    url, _ = proxy
     own = bundled_directory(DRAFTERS["EAGLE-3.1"])
     assert own is not None
     shutil.copytree(own, tmp_path / "random")
@@ -154,9 +154,9 @@ def _drafts(url: str) -> int:
     return int(sum(map(float, re.findall(r"^vllm:spec_decode_num_drafts_total\{.*\} ([\d.]+)$", text, re.M))))
 
 
-def test_sigterm_lets_a_stream_end_and_leaves_nothing(front: tuple[str, subprocess.Popen[str]], ours: LLM) -> None:
-    url, server = front
-    assert len(_marked()) > 2  # the front, vLLM, its engine
+def test_sigterm_lets_a_stream_end_and_leaves_nothing(proxy: tuple[str, subprocess.Popen[str]], ours: LLM) -> None:
+    url, server = proxy
+    assert len(_marked()) > 2  # the proxy, vLLM, its engine
     body = {"prompt": ours.encode_chat(MESSAGES), "max_tokens": 60, "ignore_eos": True, "stream": True}
     headers = {"Authorization": "Bearer key"}
     with httpx.stream("POST", url + "/v1/completions", json=body, headers=headers, timeout=120) as stream:

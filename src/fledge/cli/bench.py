@@ -135,7 +135,7 @@ def offline(
         raise ConfigError("--target needs a --drafter: the bundled drafters are for the bundled target")
     target = target or TARGET
 
-    from fledge.bench.draft_modes import draft_modes  # noqa: PLC0415
+    from fledge.bench.contenders import draft_modes  # noqa: PLC0415
     from fledge.bench.offline import OfflineRun, OfflineSettings  # noqa: PLC0415
     from fledge.evaluation.results import Load  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415

@@ -139,7 +139,7 @@ def drift(
     if backend == "fledge" and (vllm_url or vllm_storage or print_vllm_command):
         raise ConfigError("--vllm-url, --vllm-storage and --print-vllm-command are for --engine vllm; add it")
 
-    from fledge.drift.answers import KeptAnswers  # noqa: PLC0415
+    from fledge.drift.answers import AnswerCache  # noqa: PLC0415
     from fledge.drift.perturb import default_suite, parse_perturbation  # noqa: PLC0415
     from fledge.drift.probe import Prober, ProbeSettings  # noqa: PLC0415
     from fledge.drift.prompts import load_probe_workload  # noqa: PLC0415
@@ -160,7 +160,7 @@ def drift(
     chosen = {"dtype": dtype, "device": device, "seed": seed, "max_model_len": max_model_len}
     progress = Progress(quiet=quiet)
     options = {name: one for name, one in chosen.items() if one is not None}
-    prober = Prober(target, prompts.name, settings, options, answers=KeptAnswers(out / "answers"))
+    prober = Prober(target, prompts.name, settings, options, answers=AnswerCache(out / "answers"))
     if backend == "vllm":
         prober.say, prober.vllm = (
             progress.say,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.cli.command import json_object, one_of, options, settings_of
-from fledge.cli.serve_vllm import VllmOptions, open_front, vllm_words
+from fledge.cli.serve_vllm import BUNDLED_DEPTH, VllmOptions, open_vllm_proxy, vllm_words
 from fledge.cli.vllm_command import vllm_values
 from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
 from fledge.engine.config import SAMPLING_DEFAULTS, EngineConfig, SpeculativeConfig, sampling_defaults
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fledge.server.options import ServeOptions
     from fledge.server.service import Service
 
-BUNDLED_DEPTH = 5
 _INTERNAL = {"speculative_config", "block_size", "num_blocks", "cudagraph_capture_sizes", "pack_weights", "read_late"}
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "jiter")
 ENGINE_OPTIONS = tuple(one.name for one in fields(EngineConfig) if one.name not in _INTERNAL)
@@ -103,10 +102,11 @@ def serve(
 
     with ExitStack() as starting:
         child = _begin_child(engine["device"], starting) if backend != "vllm" else None
-        from fledge.server.app import Servable, run  # noqa: PLC0415 - torch takes seconds
+        from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
         from fledge.server.connections import is_loopback  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
+        from fledge.server.servable import Servable  # noqa: PLC0415
 
         set_up_logging(log_format)
         directory = resolve(source, weights=False)
@@ -142,7 +142,7 @@ def serve(
         service: Servable
         if by_vllm:
             options = VllmOptions(words=words, python=vllm_python, log_file=vllm_log, start_timeout=vllm_start_timeout)
-            service, told = open_front(source, directory, options, settings)
+            service, told = open_vllm_proxy(source, directory, options, settings)
         else:
             service, told = _open_service(source, directory, speculation, engine, settings, threads, log_format, child)
             starting.pop_all()

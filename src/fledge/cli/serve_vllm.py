@@ -1,6 +1,5 @@
-"""`fledge serve --engine vllm`: the pair is checked first, then vLLM runs it, and Fledge stands in front."""
+"""`fledge serve --engine vllm`: check the pair, start vLLM, and serve it through a proxy."""
 
-import hashlib
 import json
 import secrets
 import sys
@@ -20,11 +19,11 @@ from fledge.vllm_process.process import VllmProcess
 
 if TYPE_CHECKING:
     from fledge.engine.vllm_tuning import VllmTuning
-    from fledge.server.front import Front
     from fledge.server.options import ServeOptions
     from fledge.server.prompts import Template
+    from fledge.server.vllm_proxy import VllmProxy
 
-BUNDLED_DEPTH = 5
+BUNDLED_DEPTH = 5  # draft tokens of the bundled pair, on either engine
 MAX_NUM_SEQS = 256  # vLLM's own on most machines; for our limit of requests only
 _REQUEST_METRICS = "--per-request-spec-decode-metrics"
 _EXTENSION = "--worker-extension-cls"
@@ -41,7 +40,7 @@ class VllmOptions:
     start_timeout: float = 1800.0
 
 
-def vllm_words(words: Sequence[str], *, bundled_pair: bool = False) -> list[str]:
+def vllm_words(words: Sequence[str], *, bundled_pair: bool) -> list[str]:
     """vLLM's words as they were given; the bundled target's with its drafter, unless another is named."""
     if "--headless" in words:
         advice = "run vLLM itself on this node, and fledge serve on the one with the API server"
@@ -52,15 +51,15 @@ def vllm_words(words: Sequence[str], *, bundled_pair: bool = False) -> list[str]
     return list(words)
 
 
-def open_front(
+def open_vllm_proxy(
     source: str, directory: Path, options: VllmOptions, settings: "ServeOptions"
-) -> tuple["Front", tuple[str, str]]:
-    """Check the pair, start vLLM, wait for it; return the front, and what is served and where, in words.
+) -> tuple["VllmProxy", tuple[str, str]]:
+    """Check the pair, start vLLM, wait for it; return the proxy, and what is served and where, in words.
 
     `directory` is the target's, or that of its config and tokenizer alone.
     """
     from fledge.engine.vllm_pair import check_exchange, check_pair, is_eagle  # noqa: PLC0415 - torch takes seconds
-    from fledge.server.front import Exchange, Front  # noqa: PLC0415
+    from fledge.server.vllm_proxy import DrafterReload, VllmProxy  # noqa: PLC0415
 
     installation = find_vllm(options.python)
     if installation.warning:
@@ -76,24 +75,24 @@ def open_front(
         words += ["--served-model-name", source]
     if speculation is not None and not vllm_values(words, _REQUEST_METRICS) and installation.has_request_metrics:
         words += [_REQUEST_METRICS, "detailed"]
-    exchange, environment = None, {}
+    reload, environment = None, {}
     if settings.admin_api_keys and speculation and is_eagle(speculation) and not vllm_values(words, _EXTENSION):
-        exchange = Exchange(secrets.token_hex(16), partial(check_exchange, directory, speculation))
+        reload = DrafterReload(secrets.token_hex(16), partial(check_exchange, directory, speculation))
         words += [_EXTENSION, "fledge_drafter.DrafterWorker", "--middleware", "fledge_drafter.DrafterRoute"]
-        environment = extension.environment(exchange.token)
+        environment = extension.environment(reload.token)
     model = str(bundled_directory(source) or source)
     process = VllmProcess(installation, model, words, environment=environment, log_file=options.log_file)
     try:
         process.wait_until_ready(options.start_timeout)
         drafter = None if speculation is None else str(speculation.get("model") or speculation["method"])
-        front = Front(
+        proxy = VllmProxy(
             process,
             settings,
             max_num_seqs=_number(words, "--max-num-seqs", MAX_NUM_SEQS) * _number(words, _REPLICAS, 1),
             drafter=drafter,
             template=_template(directory, words),
             tells_rounds=vllm_values(words, _REQUEST_METRICS) not in ([], ["none"]),
-            exchange=exchange,
+            reload=reload,
             speculation=speculation,
             tuning=tuning,
         )
@@ -103,7 +102,7 @@ def open_front(
     pair = f"{source}, without a drafter"
     if speculation is not None:
         pair = f"{source} with {drafter}, {speculation.get('num_speculative_tokens', 'some')} drafts deep"
-    return front, (pair, f"by vLLM {installation.version}")
+    return proxy, (pair, f"by vLLM {installation.version}")
 
 
 def _number(words: Sequence[str], name: str, default: int) -> int:
@@ -154,4 +153,4 @@ def _template(directory: Path, words: Sequence[str]) -> "Template":
         text = (read_json(directory / "tokenizer_config.json") or {}).get("chat_template")
     if not isinstance(text, str):
         return NO_TEMPLATE if text is None else Template(name, "")
-    return Template(name, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12])
+    return Template.of(name, text)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from typer.core import TyperCommand
 
-from fledge.engine.vllm_options import ALIASES, FOREIGN, FRONT, SEVERAL_VALUES, note_on
+from fledge.engine.vllm_options import ALIASES, FOREIGN, PROXY, SEVERAL_VALUES, note_on
 from fledge.errors import ConfigError, NeedsVllmError, nearest_name_hint
 from fledge.files import read_yaml
 
@@ -63,14 +63,14 @@ class ServeCommand(TyperCommand):
         values = {name for is_flag, name in names if not is_flag} | {"--model"}
         args, model = _with_config(args, flags)
         given, rest = read_words(args, flags)
-        front, theirs = split(given, FRONT)
-        engine = _last_value(front, "--engine")
+        own, theirs = split(given, PROXY)
+        engine = _last_value(own, "--engine")
         try:
-            ours, notes = (front, []) if engine == "vllm" else translate(given, values, flags)
+            ours, notes = (own, []) if engine == "vllm" else translate(given, values, flags)
         except NeedsVllmError as error:
             if engine != "auto":
                 raise self._advised(error) from None
-            ours, notes = [*front, "--engine", "vllm"], [f"{error} (--engine auto: vLLM)"]
+            ours, notes = [*own, "--engine", "vllm"], [f"{error} (--engine auto: vLLM)"]
         while "--model" in ours:  # vLLM has both; what stands alone wins
             at = ours.index("--model")
             model = "".join(ours[at + 1 : at + 2])

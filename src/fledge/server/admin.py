@@ -1,28 +1,14 @@
 """What changes the server while it runs: for those with an admin key, and off without one."""
 
-from typing import Protocol
-
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from fledge.server.api import BodyLimits, json_body, read_json
-from fledge.server.options import AdminKeys
+from fledge.server.api import json_body, read_json
 from fledge.server.protocol import DrafterRequest, parse
-from fledge.server.swap import DrafterSwap
+from fledge.server.servable import Servable
 
 
-class Administered(BodyLimits, Protocol):
-    """What these endpoints ask of a service."""
-
-    @property
-    def admin_keys(self) -> AdminKeys: ...
-    @property
-    def swap(self) -> DrafterSwap: ...
-
-    def admit(self) -> None: ...
-
-
-def router(service: Administered) -> APIRouter:
+def router(service: Servable) -> APIRouter:
     routes = APIRouter(prefix="/admin", tags=["operation"], dependencies=[Depends(service.admin_keys.check)])
 
     @routes.post("/drafter", **json_body(DrafterRequest))

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jiter
 from fastapi import APIRouter, Depends, Request, Response
@@ -22,7 +22,6 @@ from fledge import __version__
 from fledge.errors import FledgeError
 from fledge.server.bridge import ResponsesAnswer
 from fledge.server.errors import RequestError, refuse
-from fledge.server.options import ServeOptions
 from fledge.server.protocol import (
     MAX_CONTAINERS,
     MAX_FIELDS,
@@ -39,6 +38,7 @@ from fledge.server.protocol import (
 )
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, OpenAIResponse, event
+from fledge.server.servable import Servable
 from fledge.server.service import Service
 
 _T = TypeVar("_T")
@@ -56,15 +56,6 @@ REFUSALS = {400: "Wrong request", 401: "No valid key", 403: "Not allowed here", 
 REFUSALS |= {408: "Took too long", 409: "Not in this state", 413: "Too large", 415: "Not JSON", 429: "Too busy"}
 REFUSALS |= {503: "Shutting down, or too many large bodies"}
 BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, DrafterRequest)
-
-
-class BodyLimits(Protocol):
-    """What reading bodies asks of a service."""
-
-    body_bytes: int  # of requests that are being read, all together
-
-    @property
-    def options(self) -> ServeOptions: ...
 
 
 def router(service: Service) -> APIRouter:
@@ -296,7 +287,7 @@ class EventStream(StreamingResponse):
 # Bodies
 
 
-async def read_json(service: BodyLimits, request: Request) -> dict[str, Any]:
+async def read_json(service: Servable, request: Request) -> dict[str, Any]:
     """Return the JSON object in a request's body. Raises RequestError for anything else."""
     check_json(request)
     return _parse_json(await read_body(service, request))
@@ -309,7 +300,7 @@ def check_json(request: Request) -> None:
         raise RequestError("the body must be JSON, with the header 'Content-Type: application/json'", status=415)
 
 
-async def read_body(service: BodyLimits, request: Request) -> bytes:
+async def read_body(service: Servable, request: Request) -> bytes:
     """Return a request's body. Raises RequestError where it is too large, or too late."""
     most, body = service.options.max_body_bytes, bytearray()
     try:

@@ -9,10 +9,11 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -25,42 +26,24 @@ from starlette.middleware import Middleware
 
 from fledge import __version__
 from fledge.errors import FledgeError
-from fledge.server import admin, api, dashboard, front
+from fledge.server import admin, api, dashboard, vllm_proxy
 from fledge.server.async_engine import AsyncEngine
 from fledge.server.async_vllm import AsyncVllm
 from fledge.server.connections import BACKLOG, GuardedProtocol, RequestGuard, RequestIds, tell_accept_errors_once
 from fledge.server.errors import RequestError
-from fledge.server.front import Front
-from fledge.server.metrics import Metrics
-from fledge.server.options import ApiKeys, ServeOptions
 from fledge.server.protocol import NOT_SERVED
+from fledge.server.servable import Servable
 from fledge.server.service import Service
+from fledge.server.vllm_proxy import VllmProxy
 
 _log = logging.getLogger("fledge.server")
 
 CLOSING_SECONDS = 5  # for connections to be closed after all answers have been sent
 
 
-class Servable(Protocol):
-    """What is served: our engine (`Service`), or a vLLM (`Front`)."""
-
-    is_draining: bool
-
-    @property
-    def options(self) -> ServeOptions: ...
-    @property
-    def engine(self) -> AsyncEngine | AsyncVllm: ...
-    @property
-    def keys(self) -> ApiKeys: ...
-    @property
-    def metrics(self) -> Metrics: ...
-
-    async def close(self) -> None: ...
-
-
 def create_app(service: Servable) -> FastAPI:
     """Return the application. It is connected to the engine from its startup to its shutdown."""
-    return _service_app(service) if isinstance(service, Service) else _front_app(service)
+    return _service_app(service) if isinstance(service, Service) else _proxy_app(service)
 
 
 def _service_app(service: Service) -> FastAPI:
@@ -85,14 +68,14 @@ def _service_app(service: Service) -> FastAPI:
     return app
 
 
-def _front_app(service: Servable) -> FastAPI:
+def _proxy_app(service: Servable) -> FastAPI:
     """The page, and vLLM's endpoints, which it describes itself."""
-    assert isinstance(service, Front)
+    assert isinstance(service, VllmProxy)
     app = _app(service, openapi_url=None)
-    app.user_middleware.append(Middleware(front.AskFirst, front=service))  # inside of those that refuse
+    app.user_middleware.append(Middleware(vllm_proxy.ForwardPosts, proxy=service))  # inside of those that refuse
     app.include_router(admin.router(service))
     app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
-    app.include_router(front.router(service))  # the last: it takes all that is left
+    app.include_router(vllm_proxy.router(service))  # the last: it takes all that is left
     return app
 
 
@@ -172,7 +155,7 @@ class DrainingServer(uvicorn.Server):
     async def _drain_then_exit(self, name: str) -> None:
         engine, timeout = self.service.engine, self.service.options.drain_timeout
         _log.info("%s: finishing %d requests, for at most %g s; again to stop at once", name, engine.active, timeout)
-        if not await engine.drain(timeout):
+        if not await drain(engine, timeout):
             _log.warning("stopping with %d requests unfinished", engine.active)
             self._stop()
         self.should_exit = True
@@ -182,6 +165,14 @@ class DrainingServer(uvicorn.Server):
         self.exit_status = 1
         self.should_exit = True
         self.service.engine.fail_all()
+
+
+async def drain(engine: AsyncEngine | AsyncVllm, timeout: float) -> bool:
+    """Wait for all requests to end. Returns False if some have not when the time is up."""
+    deadline = time.monotonic() + timeout
+    while engine.active and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return not engine.active
 
 
 def http_config(service: Servable, **more: Any) -> uvicorn.Config:

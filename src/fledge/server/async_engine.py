@@ -1,7 +1,8 @@
-"""The engine for an event loop: requests in, answers out as asynchronous streams of text.
+"""The engine for an event loop: requests go in, answers come out as asynchronous streams of text.
 
-Nothing is awaited where the engine runs, and nothing is computed in the event loop but text: a client that reads slowly
-finds the tokens of several rounds in one delta. Closing a `Generation` ends its requests within a round.
+The engine runs in another process and never waits for clients; the event loop only turns tokens into text. A client
+that reads slowly gets the tokens of several rounds in one delta. Closing a `Generation` ends its requests within a
+round.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from fledge.engine.protocol import EngineInfo, EngineStats
 from fledge.errors import FledgeError
 from fledge.evaluation.baseline import Baseline
 from fledge.server.engine_process import EngineProcess, EngineWorker
-from fledge.server.errors import RequestError, refuse
+from fledge.server.errors import RequestError, queue_full, refuse, shutting_down, timed_out
 from fledge.server.live_drift import Traits
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import NO_TEMPLATE, Template
@@ -34,7 +35,7 @@ STALL_SECONDS = 10.0
 
 
 class TextDelta(NamedTuple):
-    """What has become known of an answer since its last delta. The last one has a finish reason."""
+    """What is new in an answer since its last delta. The last delta has a finish reason."""
 
     pieces: tuple[TextPiece, ...]
     token_ids: list[int]
@@ -42,7 +43,7 @@ class TextDelta(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first delta
-    offsets: Sequence[int] = ()  # where the text of each token begins in that of the answer
+    offsets: Sequence[int] = ()  # where the text of each token begins in the text of the answer
 
     @property
     def text(self) -> str:
@@ -50,29 +51,29 @@ class TextDelta(NamedTuple):
 
 
 class AsyncEngine:
-    """Runs an engine for an event loop. `start` in the loop that will call it; `close` when all is done."""
+    """Runs an engine for an event loop. Call `start` in the loop that will use it, and `close` at the end."""
 
     def __init__(self, process: EngineProcess, *, max_queue: int, metrics: Metrics, seed: int = 0) -> None:
-        """At most `max_queue` requests wait beside those that the engine runs at once."""
+        """At most `max_queue` requests wait besides those that the engine runs at once."""
         self.process = process
         self.info = process.info
         self.max_requests = self.info.max_num_seqs + max_queue
-        self.death: str | None = None  # why the engine has stopped for ever
+        self.death: str | None = None  # why the engine has stopped
         self.on_death: Callable[[], None] = lambda: None
         self._metrics = metrics
-        self._seeds = random.Random(seed)  # for requests that bring none
-        self._reserved = 0  # room for requests that are being prepared
-        self._running: dict[str, Generation] = {}  # by request: those the engine is not done with
-        self._traits: dict[str, Traits] = {}  # the same, and those that were aborted and have not ended yet
+        self._seeds = random.Random(seed)  # for requests without a seed
+        self._reserved = 0  # requests that are being prepared
+        self._running: dict[str, Generation] = {}  # by id of the requests that the engine has not finished
+        self._traits: dict[str, Traits] = {}  # of the same requests, and of aborted ones that have not ended yet
         self.compile_seconds = COMPILE_SECONDS  # for one grammar, at most
         self._compile_slots = asyncio.Semaphore(COMPILE_THREADS)
-        self._asked: dict[int, asyncio.Future[FledgeError | None]] = {}  # what the engine's process has not answered
-        self._next_baseline: Baseline | None = None  # of the drafter that comes next
+        self._asked: dict[int, asyncio.Future[FledgeError | None]] = {}  # calls without an answer yet
+        self._next_baseline: Baseline | None = None  # of the drafter that is being loaded
         self._numbers = itertools.count()
-        self._heard_at = 0.0  # when the engine last said something, or got its first request
+        self._heard_at = 0.0  # time of the engine's last message, or of its first request
 
     async def start(self) -> None:
-        """Begin to serve the running event loop."""
+        """Connect to the engine's process from the running event loop."""
         await self.process.connect(self._deliver)
 
     async def close(self) -> None:
@@ -84,8 +85,8 @@ class AsyncEngine:
         await self.process.close()
 
     def fail_all(self, error: RequestError | None = None) -> None:
-        """Tell all who wait that they wait in vain."""
-        error = error or RequestError("the server is shutting down", status=503, code="shutting_down")
+        """End all requests with an error."""
+        error = error or shutting_down()
         for generation in set(self._running.values()):
             generation.put(error)
 
@@ -95,7 +96,7 @@ class AsyncEngine:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether there are requests and the engine, which speaks after every step, has said nothing for long."""
+        """Whether there are requests, but no message of the engine, which sends one after every step, for long."""
         return bool(self._running) and time.monotonic() - self._heard_at > STALL_SECONDS
 
     @property
@@ -103,26 +104,18 @@ class AsyncEngine:
         """Requests that run, wait, or are being prepared."""
         return len(self._running) + self._reserved
 
-    async def drain(self, timeout: float) -> bool:
-        """Wait for all requests to end; False if some have not when the time is up."""
-        deadline = time.monotonic() + timeout
-        while self.active and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        return not self.active
-
     @contextmanager
     def reserve(self, requests: int) -> Iterator[None]:
-        """Hold room for so many requests while they are prepared and submitted. Raises RequestError if there is none.
+        """Reserve room for so many requests while they are prepared. Raises RequestError if there is none.
 
-        The only place where room is checked: whoever gets in can submit them all.
+        This is the only check: requests with a reservation can be submitted.
         """
         if requests > self.max_requests:
             raise RequestError(f"the request asks for {requests} answers, this server takes {self.max_requests}")
         self._check_health()
         if self.active + requests > self.max_requests:
             self._metrics.on_rejected("queue_full")
-            message = f"{self.active} requests are running or waiting, which is all that this server takes"
-            raise RequestError(f"{message}; try again later", status=429, code="queue_full", retry_after=1)
+            raise queue_full(self.active)
         self._reserved += requests
         try:
             yield
@@ -135,7 +128,7 @@ class AsyncEngine:
             raise RequestError("the engine has stopped working; see the server's log", status=503, code="engine_dead")
 
     async def compile(self, grammar: Grammar) -> None:
-        """Have a grammar compiled where the engine runs. Raises RequestError if it fails or takes too long."""
+        """Compile a grammar in the engine's process. Raises RequestError if it fails or takes too long."""
         seconds = self.compile_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -152,17 +145,17 @@ class AsyncEngine:
         _raise(error)
 
     async def load_drafter(self, model: str) -> None:
-        """Have another drafter loaded beside the steps. Raises FledgeError where it is no good for the target."""
+        """Load another drafter in the background. Raises FledgeError if it does not fit the target."""
         self._check_health()
         _raise(await self._ask(EngineWorker.load_drafter, model))
 
     async def exchange_drafter(self, model: str, baseline: Baseline | None) -> None:
-        """Draft with the one that was loaded. Raises FledgeError where there is no place for it; the old one stays."""
+        """Draft with the loaded drafter from now on. If that fails, raises FledgeError, and the old one stays."""
         self._next_baseline = baseline
         _raise(await self._ask(EngineWorker.exchange_drafter, model))
 
     def _ask(self, method: Callable[..., None], *given: Any) -> "asyncio.Future[FledgeError | None]":
-        """Have the worker's method called with a number, under which it answers: with what is wrong, or None."""
+        """Call a method of the worker. The result of the future is an error, or None."""
         done: asyncio.Future[FledgeError | None] = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
         self._asked[number] = done
@@ -214,17 +207,17 @@ class AsyncEngine:
         return generation
 
     def abort(self, request_id: str, reason: str) -> None:
-        """End a request that nobody waits for any more, unless it has ended."""
+        """Abort a request, unless it has ended."""
         if self._running.pop(request_id, None) is not None:
             self.process.send(EngineWorker.abort, request_id, reason)
 
     def _deliver(self, name: str, *output: Any) -> None:
-        """Take what the engine's process says, by the method that it is for."""
+        """Pass a message of the engine's process to the method that it names."""
         self._heard_at = time.monotonic()
         getattr(self, name)(*output)
 
     def on_step(self, updates: Sequence[RequestUpdate], stats: EngineStats) -> None:
-        """Take what one step has brought, and where the engine stands after it."""
+        """Handle the updates of one step, and the engine's statistics after it."""
         for update in updates:
             generation = self._running.get(update.request_id)
             if update.finish_reason is not None:
@@ -238,7 +231,7 @@ class AsyncEngine:
         self._asked.pop(number).set_result(error)
 
     def on_exchanged(self, number: int, info: EngineInfo, error: FledgeError | None) -> None:
-        """What steps bring from now on is the new drafter's, unless there is an error."""
+        """Handle the exchange of the drafter: later steps use the new one, unless there is an error."""
         if error is None:
             self.info = self.process.info = info
             self._metrics.on_drafter(info.drafter, self._next_baseline)
@@ -246,9 +239,9 @@ class AsyncEngine:
         self.on_answer(number, error)
 
     def on_died(self, reason: str) -> None:
-        """There will be no more."""
+        """Handle the end of the engine."""
         if self.death is not None:
-            return  # the end of its process follows its last words
+            return  # the engine has reported it before its process ended
         self.death = reason
         lost = RequestError("the engine has stopped working", status=500, code="generation_failed")
         self.fail_all(lost)
@@ -260,7 +253,7 @@ class AsyncEngine:
 
 
 class Generation:
-    """All answers to one HTTP request in the making: several prompts, several answers to each. Used by one reader."""
+    """All answers to one HTTP request: several prompts, several answers to each. Used by one reader."""
 
     def __init__(
         self,
@@ -296,12 +289,12 @@ class Generation:
 
     @property
     def metrics(self) -> RequestMetrics | None:
-        """Of the answers that have ended, pooled."""
+        """Metrics of the answers that have ended, pooled."""
         parts = [text.metrics for text in self._texts if text.metrics is not None]
         return RequestMetrics.pooled(parts) if parts else None
 
     def put(self, message: RequestUpdate | RequestError) -> None:
-        """Take a message from the engine, or the error that ends everything."""
+        """Take a message of the engine, or an error that ends the generation."""
         if isinstance(message, RequestUpdate) and message.finish_reason == "error":
             error = message.error or "the request failed"
             is_grammar = error.startswith(CONSTRAINT_FAILURE)  # too much for its parser
@@ -310,7 +303,7 @@ class Generation:
         self._inbox.put_nowait(message)
 
     def close(self, reason: str = "abort") -> None:
-        """End what has not ended."""
+        """Abort the requests that have not ended."""
         for request_id in self._numbers:
             self._engine.abort(request_id, reason)
 
@@ -340,14 +333,14 @@ class Generation:
                     yield number, TextDelta(pieces, new, logprobs, *ending, prompt, text.offsets(told))
 
     async def _messages(self) -> list[RequestUpdate | RequestError]:
-        """Return all that have come in; wait for the first one."""
+        """Wait for a message, and return all that are there."""
         try:
             async with asyncio.timeout_at(self._deadline):
                 messages = [await self._inbox.get()]
         except TimeoutError:
             self.close("timeout")
-            message = f"the request took longer than {self._timeout:g} s"
-            raise RequestError(message, status=408, code="timeout") from None
+            assert self._timeout is not None, "without one there is no deadline"
+            raise timed_out(self._timeout) from None
         while not self._inbox.empty():
             messages.append(self._inbox.get_nowait())
         return messages
@@ -370,7 +363,7 @@ class Generation:
         return usage
 
     def _acceptance(self) -> dict[str, Any]:
-        """How drafting went in the answers that have ended; without the rounds in repetition; nor those in copies."""
+        """Acceptance in the answers that have ended: of all rounds, outside repetition, and also outside copies."""
         whole, fresh, novel, counts = [], [], [], {"repeated_tokens": 0, "copied_tokens": 0}
         for number, text in enumerate(self._texts):
             if (metrics := text.metrics) is not None:

@@ -1,13 +1,12 @@
-"""A vLLM for an event loop: requests go to it as bytes and come back as bytes, over connections that are kept.
+"""A vLLM for an event loop: requests and answers are passed on as bytes, over keep-alive connections.
 
-Ends a request by closing its connection, which is how vLLM knows. Reads what vLLM counts every few seconds.
+A request is aborted by closing its connection. vLLM's metrics are read every few seconds.
 """
 
 import asyncio
 import json
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -20,7 +19,7 @@ from fledge.engine.costs import CostTable
 from fledge.engine.vllm_rounds import engine_stats
 from fledge.engine.vllm_tuning import drafted_round
 from fledge.errors import SwapRefusedError
-from fledge.server.errors import RequestError
+from fledge.server.errors import RequestError, queue_full, shutting_down
 from fledge.server.metrics import Metrics
 from fledge.server.vllm_connection import DEAD, HeaderList, VllmConnection, WholeAnswer
 from fledge.vllm_process.client import error_message
@@ -31,11 +30,10 @@ from fledge.vllm_process.process import VllmProcess
 _log = logging.getLogger("fledge.server")
 
 COUNTERS_SECONDS = 2.0  # an interval of the page's history
-SHUTTING_DOWN = RequestError("the server is shutting down", status=503, code="shutting_down")
 
 
 class AsyncVllm:
-    """Asks a vLLM that is ready. `start` in the loop that will use it; `close` ends both."""
+    """Sends requests to a vLLM that is ready. Call `start` in the loop that will use it; `close` also stops vLLM."""
 
     def __init__(
         self,
@@ -47,19 +45,19 @@ class AsyncVllm:
         speculation: Mapping[str, Any] | None = None,
         costs: CostTable | None = None,
     ) -> None:
-        """More than `max_requests` at once are refused. `swap_token`: that the process was given (`extension`).
+        """More than `max_requests` at once are refused. `swap_token`: the secret of the process (`extension`).
 
-        `speculation`: its config; `costs`: what its rounds were measured to take.
+        `speculation`: its speculative config; `costs`: measured costs of its rounds.
         """
         self.process = process
         self.max_requests = max_requests
-        self.counters_text = ""  # the latest that vLLM said of itself
+        self.counters_text = ""  # vLLM's latest metrics
         self.death: str | None = None
         self.on_death: Callable[[], None] = lambda: None
         self._metrics = metrics
         self._swap_token = swap_token
         self._speculation, self._costs = speculation or {}, costs or CostTable()
-        self._batch = 0  # requests in a round of late
+        self._batch = 0  # requests in a recent round
         self._counters = VllmCounters(values={})  # the latest
         self._earlier: Counter[tuple[int, int]] = Counter()  # rounds of drafters before this one
         self._asked: set[VllmConnection] = set()
@@ -68,7 +66,7 @@ class AsyncVllm:
         self._counting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to count, and to watch over the process."""
+        """Start to read metrics, and to watch the process."""
         loop = asyncio.get_running_loop()
 
         def watch() -> None:
@@ -103,28 +101,21 @@ class AsyncVllm:
         """Requests that run, wait, or are being read."""
         return self._reserved
 
-    async def drain(self, timeout: float) -> bool:
-        """Wait for all requests to end; False if some have not when the time is up."""
-        deadline = time.monotonic() + timeout
-        while self.active and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        return not self.active
-
-    def fail_all(self, error: RequestError = SHUTTING_DOWN) -> None:
-        """Tell all who wait that they wait in vain."""
+    def fail_all(self, error: RequestError | None = None) -> None:
+        """End all requests with an error."""
+        error = error or shutting_down()
         for connection in list(self._asked):
             connection.abort(error)
 
     @contextmanager
     def reserve(self) -> Iterator[None]:
-        """Hold room for a request until it is answered. Raises RequestError if there is none."""
+        """Reserve room for a request until it is answered. Raises RequestError if there is none."""
         if not self.is_healthy:
             self._metrics.on_rejected("unhealthy")
             raise RequestError(DEAD, status=503, code="engine_dead")
         if self.active >= self.max_requests:
             self._metrics.on_rejected("queue_full")
-            message = f"{self.active} requests are running or waiting, which is all that this server takes"
-            raise RequestError(f"{message}; try again later", status=429, code="queue_full", retry_after=1)
+            raise queue_full(self.active)
         self._reserved += 1
         try:
             yield
@@ -133,7 +124,7 @@ class AsyncVllm:
 
     @asynccontextmanager
     async def send(self, method: str, target: bytes, headers: HeaderList, body: bytes) -> AsyncIterator[VllmConnection]:
-        """Send a request. Its connection is kept if the answer is read to its end; else closed, and it ends at vLLM."""
+        """Send a request. If its answer is not read to the end, the connection is closed, which aborts it in vLLM."""
         is_asked = False
         while not is_asked:
             kept = self._kept_connection()
@@ -161,7 +152,7 @@ class AsyncVllm:
             return await answer.whole()
 
     def _kept_connection(self) -> VllmConnection | None:
-        """One that is free: that which was used last, as vLLM closes those that wait for long."""
+        """Return an idle connection, the one used last, because vLLM closes those that are idle for long."""
         while self._idle:
             connection = self._idle.pop()
             if connection.can_be_kept:
@@ -170,9 +161,9 @@ class AsyncVllm:
         return None
 
     async def _count(self) -> None:
-        """Keep the metrics up to date with vLLM's own."""
+        """Read vLLM's metrics again and again."""
         while True:
-            with suppress(RequestError):  # it is busy or gone; whoever watches over it says so
+            with suppress(RequestError):  # it is busy, or gone, which the watching thread reports
                 await self.read_counters()
             self._close_idle(lambda connection: not connection.can_be_kept)
             await asyncio.sleep(COUNTERS_SECONDS)
@@ -183,7 +174,7 @@ class AsyncVllm:
             connection.abort()
 
     async def read_counters(self) -> None:
-        """Ask vLLM what it counts, now."""
+        """Read vLLM's metrics now."""
         answer = await self.fetch("GET", b"/metrics", [(b"host", b"vllm")])
         if answer.status == 200:
             self.counters_text = answer.content.decode("utf-8", "replace")
@@ -197,7 +188,7 @@ class AsyncVllm:
             self._metrics.on_stats(stats)
 
     async def load_drafter(self, directory: Path) -> None:
-        """Have vLLM load weights over those of its drafter; requests wait for it. Raises SwapRefusedError."""
+        """Make vLLM load weights over those of its drafter, while requests wait. Raises SwapRefusedError."""
         body = json.dumps({"directory": str(directory.resolve())}).encode()
         headers = [(b"host", b"vllm"), (b"content-length", str(len(body)).encode())]
         headers.append((HEADER.encode(), self._swap_token.encode()))

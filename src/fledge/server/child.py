@@ -1,7 +1,7 @@
-"""The engine's process as the system has it: Python, started with two pipes, before anything slow is imported here.
+"""Starts the engine's process: Python with two pipes, before anything slow is imported here.
 
-What runs in it is `engine_process.main`. It imports what it needs while its parent does, and then waits for what it is
-to load; it ends when its pipe does, while it loads too.
+It runs `engine_process.main`: it imports its modules while the parent does the same, and then waits for the arguments
+of `LLM`. It ends when its pipe is closed, even while it loads.
 """
 
 import os
@@ -14,10 +14,10 @@ from typing import IO, Any
 
 
 class Child:
-    """A process and this process's ends of its pipes."""
+    """A child process, and our ends of its pipes."""
 
     def __init__(self, *, on_gpu: bool = False, start: Callable[..., Any] | None = None) -> None:
-        """Start it. `on_gpu`: it will want the first GPU, if there is one. `start`: how, if not as `spawn` does."""
+        """Start it. `on_gpu`: it will use the first GPU, if there is one. `start`: how to start it; None: `spawn`."""
         (their_commands, our_commands), (our_outputs, their_outputs) = os.pipe(), os.pipe()
         # Can be polled, waited for and killed.
         self.process = (start or spawn)(their_commands, their_outputs, on_gpu=on_gpu)
@@ -32,11 +32,11 @@ class Child:
 
 def spawn(commands: int, outputs: int, *, on_gpu: bool) -> Any:
     """Start Python with the child's ends of the pipes, which are closed here."""
-    # Not with -m: the messages' classes would be those of `__main__` there, and others here.
-    # With -P: what lies in the working directory, a checkpoint's perhaps, is not code of ours.
+    # Not with -m: pickled messages would refer to classes of `__main__`.
+    # With -P: nothing is imported from the working directory, which may contain a checkpoint's code.
     here = str(Path(__file__).parents[2])
     early = "from fledge.early_cuda import begin_cuda; begin_cuda(); " if on_gpu else ""
-    # Nothing is garbage yet; `main` enables its collection. Of an interrupt the parent decides.
+    # Garbage collection is off until `main` enables it. SIGINT is handled by the parent.
     code = "import gc, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); gc.disable(); "
     code += f"sys.path.append({here!r}); {early}"
     code += f"from fledge.server.engine_process import main; main({commands}, {outputs})"

@@ -1,12 +1,11 @@
-"""The engine in a process of its own, so that HTTP and rounds never wait for each other's Python.
+"""The engine in a process of its own, so that HTTP and rounds do not compete for the GIL.
 
     EngineProcess (parent, in the event loop)              EngineWorker (child)
     calls of its `add`, `abort`, `compile`, ...  ------->  between two steps
     RequestUpdates and EngineStats  <--------------------  one message for each step, whatever the number of clients
 
-The parent starts Python with `main` of this file (`child.py`) and speaks with it over two pipes of pickled values. Both
-ends are ours; nothing that a client sends is ever unpickled. The child ends when its parent does, whatever way that
-comes about.
+The parent starts Python with `main` of this file (`child.py`). They send each other pickled values over two pipes; data
+of clients is never unpickled. The child ends when its parent does, however that happens.
 """
 
 import asyncio
@@ -56,13 +55,13 @@ _P = ParamSpec("_P")
 
 
 def packed(value: Any) -> bytes:
-    """Return what a `Connection` at the other end receives as this value."""
+    """Return the bytes that a `Connection` at the other end receives as this value."""
     body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return struct.pack("!i", len(body)) + body
 
 
 class EngineProcess:
-    """The parent's end. The child begins at once; `wait_until_ready` before anything else, `connect` in the loop."""
+    """The parent's end. The child starts at once; call `wait_until_ready` first, then `connect` in the event loop."""
 
     info: EngineInfo
 
@@ -74,7 +73,7 @@ class EngineProcess:
         log_format: str = "text",
         child: Child | None = None,
     ) -> None:
-        """`llm`: the arguments of `LLM`, which the child makes. `child`: one that was started already."""
+        """`llm`: the arguments of `LLM` in the child. `child`: a process that was started already."""
         self.tokenizer: Any = None
         self._llm = llm
         child = child or Child()
@@ -82,11 +81,11 @@ class EngineProcess:
         self._writer: asyncio.WriteTransport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Callable[..., None] = lambda *_output: None
-        with contextlib.suppress(BrokenPipeError):  # it has died already, which `wait_until_ready` tells
+        with contextlib.suppress(BrokenPipeError):  # it has died already, which `wait_until_ready` reports
             self._commands.write(packed((llm, threads, log_format)))
 
     def wait_until_ready(self) -> None:
-        """Wait for the models to be loaded. Raises what the child could not do, in its words."""
+        """Wait until the models are loaded. Raises the child's error if they cannot be."""
         self.tokenizer = load_tokenizer(resolve(self._llm["model"]))  # meanwhile
         try:
             answer = self._outputs.recv()
@@ -98,7 +97,7 @@ class EngineProcess:
         self.info = answer
 
     async def connect(self, deliver: Callable[..., None]) -> None:
-        """Serve the running event loop: from now on `deliver` is called in it with the parts of each output."""
+        """From now on, call `deliver` in the running event loop with the parts of each message of the child."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._writer, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, self._commands)
@@ -107,9 +106,9 @@ class EngineProcess:
     def send(
         self, method: Callable[Concatenate["EngineWorker", _P], None], *given: _P.args, **named: _P.kwargs
     ) -> None:
-        """Have the worker's method called, without waiting: what does not fit into the pipe goes later, in order."""
+        """Call a method of the worker, without waiting. Calls are queued if the pipe is full."""
         assert self._writer is not None, "connect first"
-        if not self._writer.is_closing():  # the child has gone, which the reader finds out
+        if not self._writer.is_closing():  # else the child has ended, which the reader notices
             self._writer.write(packed((method, given, named)))
 
     @property
@@ -117,7 +116,7 @@ class EngineProcess:
         return self._child.poll() is None
 
     async def close(self) -> None:
-        """Wait for the end of the child, which comes with that of its commands."""
+        """Close the pipe, and wait for the end of the child."""
         if self._writer is not None:
             self._writer.close()
         try:
@@ -140,7 +139,7 @@ class EngineProcess:
         self._deliver(name, *output)
 
     def _end(self) -> str:
-        """Return how the child has ended, and log it unless it was told to."""
+        """Return how the child has ended, and log it unless it was asked to."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(1)  # its pipes are closed a moment before it is gone
         status = self._child.poll()
@@ -160,7 +159,7 @@ class EngineProcess:
 
 
 class EngineWorker:
-    """Runs an engine until there are no more commands or it dies. Grammars are compiled beside it."""
+    """Runs an engine until the pipe is closed or it fails. Grammars are compiled in threads."""
 
     def __init__(self, engine: Engine, tokenizer: Any, commands: Connection, outputs: Connection) -> None:
         self._engine = engine
@@ -174,7 +173,7 @@ class EngineWorker:
         self._told_rounds = 0
         self._told_calibration: DraftCalibration | None = None
         self._compiler: GrammarCompiler | None = None
-        self._drafter: Any = None  # that is loaded and not in use yet
+        self._drafter: Any = None  # loaded, but not in use yet
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
 
     def run(self) -> None:
@@ -191,12 +190,12 @@ class EngineWorker:
                 updates, self._updates = self._updates, []
                 stats = self._engine.stats()
                 fresh, self._told_rounds = stats.num_rounds - self._told_rounds, stats.num_rounds
-                stats.rounds = stats.rounds[-fresh:] if fresh else ()  # those that have not been told yet
+                stats.rounds = stats.rounds[-fresh:] if fresh else ()  # those that have not been sent yet
                 told, self._told_calibration = self._told_calibration, stats.calibration
                 stats.calibration = None if told is stats.calibration else stats.calibration
                 self._write("on_step", updates, stats)
         except (EOFError, BrokenPipeError):
-            pass  # the parent has gone, or wants no more: there is nobody to compute for
+            pass  # the parent has closed the pipe or ended
         except Exception as error:
             expected = isinstance(error, DeadEngineError)
             _log.critical("the engine has stopped: %s", describe(error), exc_info=not expected)
@@ -209,18 +208,18 @@ class EngineWorker:
         self._updates += [] if last is None else [last]
 
     def add(self, request_id: str, /, *, grammar: Grammar | None = None, **request: Any) -> None:
-        """Begin a request, as `Engine.add_request` does. Its grammar has been compiled."""
+        """Add a request, as `Engine.add_request` does. Its grammar has been compiled."""
         try:
-            # Compiled a moment ago: this finds it, or in the worst case compiles what is known to be good again.
+            # It was compiled a moment ago, so it is cached, or at worst compiled again.
             compiled = None if grammar is None else self._grammars().compile(grammar)()
             info = self._engine.info
             constraint = with_token_rules(compiled, request["params"], self._tokenizer, info.vocab_size)
             self._engine.add_request(request_id, **request, eos_ids=info.eos_ids, constraint=constraint)
-        except Exception as error:  # whatever it is, it is this request's
+        except Exception as error:  # only this request fails
             self._updates.append(RequestUpdate(request_id, [], finish_reason="error", error=describe(error)))
 
     def compile(self, number: int, grammar: Grammar) -> None:
-        """Compile in a thread of its own; `number` is the question's, for the answer."""
+        """Compile in a thread; `number` identifies the call in the answer."""
         self._threads.submit(self._compile, number, grammar)
 
     def _compile(self, number: int, grammar: Grammar) -> None:
@@ -235,7 +234,7 @@ class EngineWorker:
         self._write("on_answer", number, error)
 
     def load_drafter(self, number: int, model: str) -> None:
-        """Load another drafter in a thread of its own, and keep it for `exchange_drafter`."""
+        """Load another drafter in a thread, for `exchange_drafter`."""
 
         def load() -> None:
             error: FledgeError | None = None
@@ -251,7 +250,7 @@ class EngineWorker:
         threading.Thread(target=load, name="drafter", daemon=True).start()
 
     def exchange_drafter(self, number: int, model: str) -> None:
-        """Draft with the one that was loaded."""
+        """Draft with the drafter that was loaded."""
         new, self._drafter = self._drafter, None
         error: FledgeError | None = None
         try:
@@ -270,13 +269,13 @@ class EngineWorker:
             return self._compiler
 
     def _write(self, name: str, *output: Any) -> None:
-        """Tell the parent: which of its methods takes this, and what."""
+        """Send a message to the parent: the name of its method, and the arguments."""
         with self._writing:
             self._outputs.send((name, output))
 
 
 def known_acceptance(drafter: str | None) -> Acceptance:
-    """What a drafter's evaluation found of its drafts. Of a file that is damaged the parent tells."""
+    """Return the acceptance in a drafter's baseline. The parent reports a damaged file."""
     try:
         baseline = None if drafter is None else Baseline.read(resolve(drafter))
     except FledgeError:
@@ -290,23 +289,23 @@ def known_acceptance(drafter: str | None) -> Acceptance:
 
 
 def _end_with_parent(commands: int, loaded: threading.Event) -> None:
-    """End this process where the other end of its commands is closed before it has `loaded`."""
+    """End this process if the parent closes the pipe before the models are `loaded`."""
     watched = select.poll()
-    watched.register(commands, 0)  # nothing but the end of it
+    watched.register(commands, 0)  # only for the hang-up
     while not loaded.is_set():
         if watched.poll(PARENT_POLL_MS):
             os._exit(0)
 
 
 def main(commands: int, outputs: int) -> None:
-    """Be the child: load, say so, and run until the parent closes its pipe or is gone."""
+    """Run the child: load, report it, and run until the parent closes the pipe or ends."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)  # the parent hears them too, and decides
+        signal.signal(ignored, signal.SIG_IGN)  # the parent handles them
     reader, writer = Connection(commands, writable=False), Connection(outputs, readable=False)
     try:
         arguments, threads, log_format = reader.recv()
     except EOFError:
-        return  # the parent has gone already
+        return  # the parent has ended already
     loaded = threading.Event()
     threading.Thread(target=_end_with_parent, args=(commands, loaded), name="parent", daemon=True).start()
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
@@ -322,11 +321,11 @@ def main(commands: int, outputs: int) -> None:
     _log.info("the models are loaded; measuring what their rounds cost")
     llm.engine.warm_up(plain=True, acceptance=known_acceptance(llm.engine.info.drafter))
     loaded.set()
-    with contextlib.suppress(BrokenPipeError):  # the parent went meanwhile, which the end of its commands says too
+    with contextlib.suppress(BrokenPipeError):  # the parent has ended meanwhile, which the next read reports
         writer.send(llm.engine.info)
     gc.enable()
     gc.collect()  # while the parent makes its application
     gc.freeze()
     EngineWorker(llm.engine, llm.tokenizer, reader, writer).run()
     sys.stderr.flush()
-    os._exit(0)  # grammars may still be compiled, for nobody
+    os._exit(0)  # threads may still be compiling grammars

@@ -49,6 +49,20 @@ class RequestError(FledgeError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def shutting_down(*, retry_after: int | None = None) -> RequestError:
+    return RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=retry_after)
+
+
+def queue_full(active: int) -> RequestError:
+    """`active`: how many requests the server has."""
+    message = f"{active} requests are running or waiting, which is all that this server takes; try again later"
+    return RequestError(message, status=429, code="queue_full", retry_after=1)
+
+
+def timed_out(seconds: float) -> RequestError:
+    return RequestError(f"the request took longer than {seconds:g} s", status=408, code="timeout")
+
+
 def refuse(where: str, message: str, **more: Any) -> NoReturn:
     """Raise RequestError for a field; `more` as there, if the param is not just `where`."""
     raise RequestError(f"{where}: {message}", **{"param": where, **more})

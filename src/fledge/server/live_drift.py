@@ -107,7 +107,7 @@ _SAID = {  # of a slice, in a sentence
     "template": "requests with the template {}",
     "context": "contexts of {} tokens",
     "script": "prompts in the script {}",
-    "temperature": "requests at a temperature {}",
+    "temperature": "requests at temperature {}",
 }
 
 
@@ -251,9 +251,10 @@ def _compared(sums: Mapping[str, float]) -> tuple[Interval, float]:
 def _causes(recent: HistoryInterval, total: HistoryInterval) -> tuple[SliceDrift, ...]:
     """The slices that pull the acceptance down most: further below what is expected than all other traffic ever was.
 
-    With what was before, a slice is found too that all traffic is in now.
+    With what was before, a slice is found too that all traffic is in now. Other traffic that does better than expected,
+    as requests with drawn drafts do, is no reproach to the rest. Those that pull alike are told the worst first.
     """
-    found: list[tuple[float, SliceDrift]] = []
+    found: list[tuple[float, float, SliceDrift]] = []
     rounds = recent[ALL]["rounds"]
     before = total[ALL]["rounds"] - rounds
     others = {part: Counter(total[ALL]) for part in recent.sums if part.kind in _SAID}
@@ -270,12 +271,11 @@ def _causes(recent: HistoryInterval, total: HistoryInterval) -> tuple[SliceDrift
         if worse <= math.hypot(mine.half_width or 0.0, theirs.half_width or 0.0):
             continue
         length, expected = _compared(sums)
-        share = sums["rounds"] / rounds
+        share, fall = sums["rounds"] / rounds, min(theirs.value, 0.0) - mine.value
         share_before = (total[part]["rounds"] - sums["rounds"]) / before if before else None
-        found.append((share * worse, SliceDrift(part, length.value, expected, share, share_before)))
-    found.sort(key=lambda pair: -pair[0])
+        found.append((share * fall, fall, SliceDrift(part, length.value, expected, share, share_before)))
+    most = max((pull for pull, *_ in found), default=0.0)
     best: dict[str, SliceDrift] = {}
-    for pull, cause in found:
-        if pull >= ALIKE * found[0][0]:
-            best.setdefault(cause.slice.kind, cause)
+    for _, _, cause in sorted((one for one in found if one[0] >= ALIKE * most), key=lambda one: -one[1]):
+        best.setdefault(cause.slice.kind, cause)
     return tuple(best.values())

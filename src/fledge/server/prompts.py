@@ -44,7 +44,11 @@ class Template(NamedTuple):
     """A chat template, as labels and tables name it."""
 
     name: str
-    digest: str
+    digest: str  # of its text; empty: there is none, or it is not known
+
+    @classmethod
+    def of(cls, name: str, text: str) -> "Template":
+        return cls(name, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12])
 
     @property
     def label(self) -> str:
@@ -127,8 +131,7 @@ class Prompts:
             return text, self._encode(tokenizer, text, bool(request.add_special_tokens))
 
         text, token_ids = await self._run(size if template is self.chat_template else 2**62, work)
-        digest = hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-        return ChatPrompt(token_ids, text[-ENDING_CHARACTERS:], Template(name, digest))
+        return ChatPrompt(token_ids, text[-ENDING_CHARACTERS:], Template.of(name, template))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""

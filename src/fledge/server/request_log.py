@@ -101,12 +101,12 @@ def _spell(value: Any) -> str:
     return text if text.isprintable() and " " not in text else json.dumps(text)
 
 
-def set_up_logging(style: str, level: int = logging.INFO) -> None:
+def set_up_logging(style: str) -> None:
     """Send the package's logs, and the HTTP server's, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     for name in ("fledge", "uvicorn"):
         own = logging.getLogger(name)
         own.handlers = [handler]
-        own.setLevel(level if name == "fledge" else max(level, logging.WARNING))
+        own.setLevel(logging.INFO if name == "fledge" else logging.WARNING)
         own.propagate = False

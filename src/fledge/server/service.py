@@ -2,13 +2,9 @@
 
 import asyncio
 import itertools
-import logging
 from dataclasses import replace
 
 from fledge import __version__
-from fledge.checkpoints.source import resolve
-from fledge.errors import FledgeError
-from fledge.evaluation.baseline import Baseline
 from fledge.server.async_engine import AsyncEngine, Generation
 from fledge.server.bridge import ResponsesAnswer, as_chat
 from fledge.server.engine_process import EngineProcess
@@ -16,7 +12,7 @@ from fledge.server.errors import RequestError, refuse
 from fledge.server.harmony import HarmonyParser, HarmonyTools
 from fledge.server.live_drift import script_of
 from fledge.server.metrics import Metrics
-from fledge.server.options import AdminKeys, ApiKeys, ServeOptions
+from fledge.server.options import ServeOptions
 from fledge.server.parsers import AnswerParser
 from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
 from fledge.server.protocol import (
@@ -30,35 +26,30 @@ from fledge.server.protocol import (
 from fledge.server.reasoning_parsers import reasoning_parser
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, TokenTexts, token_texts
+from fledge.server.servable import Servable, baseline_of
 from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
-from fledge.server.swap import DrafterSwap
 from fledge.server.tool_parsers import HermesParser, tool_parser
 
-_log = logging.getLogger("fledge.server")
 
+class Service(Servable):
+    """Our own engine behind OpenAI's endpoints."""
 
-class Service:
-    """A model behind endpoints. Made before there is an event loop; start its engine in one, `close` at the end."""
+    engine: AsyncEngine
 
     def __init__(self, process: EngineProcess, options: ServeOptions) -> None:
         """`process` has loaded its models."""
-        self.options = options
-        self.keys = ApiKeys(options.api_keys)
-        self.admin_keys = AdminKeys(options.admin_api_keys)
-        self.is_draining = False
-        self._requests = itertools.count()
-        self.body_bytes = 0  # of requests that are being read, all together
-        self.tokenizer = process.tokenizer
-        has_drafter = process.info.drafter is not None
-        self.metrics = Metrics(
+        drafter = process.info.drafter
+        metrics = Metrics(
             model_name=options.model_name,
-            has_drafter=has_drafter,
+            has_drafter=drafter is not None,
             version=__version__,
-            drafter=process.info.drafter,
-            baseline=baseline_of(process.info.drafter),
+            drafter=drafter,
+            baseline=baseline_of(drafter),
         )
+        super().__init__(options, metrics)
+        self._requests = itertools.count()
+        self.tokenizer = process.tokenizer
         self.engine = AsyncEngine(process, max_queue=options.max_queue, metrics=self.metrics, seed=options.seed)
-        self.swap = DrafterSwap(self.metrics, self._exchange_drafter)
         self.prompts = Prompts(self.tokenizer, options, max_model_len=process.info.max_model_len)
         self._tool_parser = tool_parser(options.tool_call_parser, self.prompts.chat_template)
         self._reasoning = reasoning_parser(options.reasoning_parser, self.prompts.chat_template)
@@ -67,7 +58,7 @@ class Service:
         self._texts = {as_ids: token_texts(self.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
     async def close(self) -> None:
-        await self.engine.close()
+        await super().close()
         self.prompts.close()
 
     @property
@@ -76,12 +67,6 @@ class Service:
         if not self.engine.is_healthy:
             return "dead"
         return "draining" if self.is_draining else "stalled" if self.engine.is_stalled else "ok"
-
-    def admit(self) -> None:
-        """Raise RequestError while the server takes no new work."""
-        if self.is_draining:
-            self.metrics.on_rejected("draining")
-            raise RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=5)
 
     async def _exchange_drafter(self, model: str) -> None:
         await self.engine.load_drafter(model)
@@ -232,12 +217,3 @@ class Service:
         )
         entry.answers, entry.prompt_tokens = generation.answers, generation.prompt_tokens
         return generation
-
-
-def baseline_of(drafter: str | None) -> Baseline | None:
-    """What a drafter was measured at. A damaged file is told of, and no reason not to serve."""
-    try:
-        return None if drafter is None else Baseline.read(resolve(drafter))
-    except FledgeError as error:
-        _log.warning("%s; live traffic is not compared with it", error)
-        return None

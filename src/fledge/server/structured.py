@@ -39,6 +39,7 @@ MAX_TOOLS = 128
 COMPILE_SECONDS = 30.0  # by the clock, for what takes a few of CPU: in the sandbox and then in the engine's process
 COMPILE_THREADS = 2
 MAX_CACHED = 32  # compiled grammars
+MAX_MESSAGE = 300  # characters of what llguidance says of a grammar
 PARSER_LIMITS = {  # llguidance's, per token where they are called step
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -370,7 +371,7 @@ def _refuse_error(param: str, error: str | None) -> None:
         _refuse_grammar(param, "nothing satisfies it" if nothing else _one_line(error))
 
 
-def _one_line(error: object, longest: int = 300) -> str:
+def _one_line(error: object) -> str:
     """Return a message fit for a client: one line, not too long."""
     line = " ".join(str(error).split())
-    return line if len(line) <= longest else line[: longest - 3] + "..."
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."

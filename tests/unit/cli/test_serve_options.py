@@ -299,6 +299,8 @@ def test_every_option_of_the_engine_is_one_of_the_python_api_with_the_same_defau
         ({"max_num_seqs": 0}, "max_num_seqs: found 0, allowed is an integer of at least 1"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "fp8, fp8_e4m3; any other KV cache is vLLM's job"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: found 1.5"),
+        ({"device": "cuda:x"}, "device: found 'cuda:x', allowed is auto, cpu or cuda"),
+        ({"dtype": "float7"}, "dtype: found 'float7', allowed is auto, float32, float16, bfloat16"),
         ({"max_num_seq": 4}, "unknown engine option 'max_num_seq'. Did you mean 'max_num_seqs'?"),
     ],
 )
@@ -314,6 +316,7 @@ def test_engine_options_out_of_bounds_are_refused(words: dict[str, Any], said: s
         (["--max-model-len", "long"], "--max-model-len: found 'long'"),
         (["--kv-cache-dtype", "fp8_e5m2"], "is vLLM's job: fledge serve --kv-cache-dtype fp8_e5m2 --engine vllm"),
         (["--max-num-seqs", "0"], "max_num_seqs: found 0"),
+        (["--device", "bogus"], "device: found 'bogus', allowed is auto, cpu or cuda"),
         (["--log-format", "xml"], "--log-format: found 'xml'"),
         (["--chat-template", "none.jinja"], "--chat-template: none.jinja cannot be read: No such file"),
         (["--speculative-config", "{"], "speculative_config: not valid JSON"),

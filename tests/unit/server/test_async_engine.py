@@ -17,6 +17,7 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import RequestMetrics, RequestUpdate, RoundRecord
 from fledge.engine.protocol import DeadEngineError, EngineStats
 from fledge.errors import PromptError
+from fledge.server.app import drain
 from fledge.server.async_engine import AsyncEngine, Generation, TextDelta
 from fledge.server.engine_process import EngineWorker
 from fledge.server.errors import RequestError
@@ -380,13 +381,13 @@ def test_closing_the_engine_tells_those_who_wait() -> None:
 def test_draining_waits_for_running_requests_and_no_longer_than_asked() -> None:
     async def test(engine: AsyncEngine) -> None:
         reader = asyncio.ensure_future(collect(engine.generate([PROMPTS[0]], GREEDY, request_id="a")))
-        assert await engine.drain(30)
+        assert await drain(engine, 30)
         await reader
         stream = engine.generate([PROMPTS[0]], LONG, request_id="b")
-        assert not await engine.drain(0.01)
+        assert not await drain(engine, 0.01)
         stream.close()
         with engine.reserve(1):  # one that is being prepared is waited for too
-            assert not await engine.drain(0.01)
+            assert not await drain(engine, 0.01)
 
     run(test)
 

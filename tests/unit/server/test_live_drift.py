@@ -148,6 +148,17 @@ def test_drift_is_put_down_to_what_changed(traits: dict[str, object], kind: str,
     assert ", 0% before" in traffic.watch.note.text
 
 
+def test_traffic_that_does_better_than_expected_is_no_reproach_to_the_rest():
+    """Drawn drafts are accepted more often than the baseline's: that alone does not make greedy requests the cause."""
+    traffic = Traffic()
+    traffic.send(100)
+    traffic.send(120, 0.3, script="Cyrillic")
+    traffic.send(25, 1.6, temperature=1.0)
+    assert traffic.check()
+    assert traffic.watch.latest is not None
+    assert traffic.watch.latest.causes[0].slice.name == "Cyrillic"
+
+
 def test_where_all_traffic_is_alike_nothing_is_blamed():
     traffic = Traffic()
     traffic.send(100, 0.4)

@@ -78,7 +78,7 @@ def taken_by(constraint: TokenConstraint, tokens: Sequence[int]) -> int:
     return len(constraint.masks(tokens)) - 1
 
 
-def walk(kind: str, factory: ConstraintFactory, seed: int, longest: int = 3000) -> str:
+def walk(kind: str, factory: ConstraintFactory, seed: int) -> str:
     """Pick allowed tokens at random until the answer ends; return its text."""
     tokenizer, pick = TOKENIZERS[kind], random.Random(seed)
     constraint, tokens = factory(), []
@@ -88,7 +88,7 @@ def walk(kind: str, factory: ConstraintFactory, seed: int, longest: int = 3000) 
         assert not mask[len(tokenizer) :].any(), "an id that no token has"
         allowed = mask.nonzero().flatten().tolist()
         tokens.append(pick.choice(allowed))
-        assert len(tokens) < longest, tokenizer.decode(tokens)
+        assert len(tokens) < 3000, tokenizer.decode(tokens)
         constraint.accept(tokens[-1:])
     assert constraint.is_complete
     return str(tokenizer.decode([token for token in tokens if token != tokenizer.eos_token_id]))

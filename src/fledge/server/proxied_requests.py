@@ -1,6 +1,5 @@
-"""What is read of requests and answers that pass: nothing of them changes but what the front itself asks for."""
+"""What the vLLM proxy reads of requests and answers as they pass. It changes nothing but the request for usage."""
 
-import hashlib
 import re
 import time
 from collections.abc import Mapping
@@ -14,41 +13,43 @@ from fledge.server.live_drift import Traits, script_of
 from fledge.server.prompts import NO_TEMPLATE, Template
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-# Events that are worth reading; in text, quotes have a backslash.
+# Only events with these keys are parsed. Inside generated text the quotes would be escaped.
 _TELLING = re.compile(rb'"usage"|"finish_reason": ?"')
 _WITH_USAGE = b',"stream_options":{"include_usage":true}}'
 
 
-class PassedRequest(NamedTuple):
-    """A request as it goes to vLLM, and what is known of it from reading it."""
+class ProxiedRequest(NamedTuple):
+    """A request as it goes to vLLM, and what was read of it."""
 
     body: bytes
     stream: bool = False
-    hides_usage: bool = False  # it was we who asked for the usage at the end of the stream
+    hides_usage: bool = False  # the proxy asked for usage at the end of the stream, the client did not
     model: str | None = None
     answers: int = 1
     traits: Traits = Traits()
 
 
-def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bool) -> PassedRequest:
-    """Read what there is to know of a request; what cannot be read is vLLM's to refuse."""
+def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bool) -> ProxiedRequest:
+    """Read a request. One that cannot be read is passed on, for vLLM to refuse."""
     try:
         asked = jiter.from_json(body)
     except ValueError:
-        return PassedRequest(body)
+        return ProxiedRequest(body)
     if not isinstance(asked, dict):
-        return PassedRequest(body)
+        return ProxiedRequest(body)
     stream = asked.get("stream") is True
     hides_usage = stream and tells_rounds and path in (CHAT, COMPLETION) and "stream_options" not in asked
     if hides_usage:
         body = body.rstrip()[:-1] + (_WITH_USAGE if asked else _WITH_USAGE[1:])
     temperature, model, answers = asked.get("temperature"), asked.get("model"), asked.get("n")
+    if isinstance(own := asked.get("chat_template"), str):
+        template = Template.of("client", own)
     traits = Traits(
-        template=_template(asked.get("chat_template"), template) if path == CHAT else NO_TEMPLATE,
+        template=template if path == CHAT else NO_TEMPLATE,
         script=script_of(_last_text(asked)),
         temperature=temperature if isinstance(temperature, int | float) else 1.0,
     )
-    return PassedRequest(
+    return ProxiedRequest(
         body,
         stream=stream,
         hides_usage=hides_usage,
@@ -58,14 +59,8 @@ def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bo
     )
 
 
-def _template(asked_for: object, own: Template) -> Template:
-    if not isinstance(asked_for, str):
-        return own
-    return Template("client", hashlib.sha256(asked_for.encode("utf-8", "surrogatepass")).hexdigest()[:12])
-
-
 def _last_text(asked: Mapping[str, Any]) -> str:
-    """The end of what is asked, where it is text."""
+    """The text of the last message or of the prompt, if it is text."""
     messages = asked.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     text = last.get("content") if isinstance(last, dict) else asked.get("prompt")
@@ -73,13 +68,13 @@ def _last_text(asked: Mapping[str, Any]) -> str:
 
 
 class AnswerReader:
-    """Reads along: when the first token came, how the answer ended, what it used, how its rounds went."""
+    """Reads an answer as it passes: time of the first token, finish reasons, usage, and how the rounds went."""
 
-    def __init__(self, asked: PassedRequest) -> None:
+    def __init__(self, asked: ProxiedRequest) -> None:
         self.finish_reasons: list[str] = []
-        self.rest = b""  # of an event that has not ended yet, and has not been sent on
+        self.rest = b""  # the beginning of an event that is not complete, so it has not been sent on
         self._hides_usage = asked.hides_usage
-        self._end: dict[str, Any] = {}  # what has the usage
+        self._end: dict[str, Any] = {}  # the response or the event that contains the usage
         self._began = time.perf_counter()
         self._first: float | None = None
         self._tail = b""
@@ -105,7 +100,7 @@ class AnswerReader:
             self._note(value)
 
     def read_part(self, part: bytes) -> bytes:
-        """Take a part of a stream; return what is to be sent on of it, and of what was held back."""
+        """Take a part of a stream. Returns the bytes to send on now, including those held back before."""
         self._first = self._first or time.perf_counter()
         *events, self._tail = (self._tail + part).split(b"\n\n")
         kept = [one for one in events if not self._read_event(one)]
@@ -115,7 +110,7 @@ class AnswerReader:
         return b"".join(one + b"\n\n" for one in kept)
 
     def _read_event(self, one: bytes) -> bool:
-        """Whether it is the event that only we have asked for."""
+        """Return whether this is the usage event that only the proxy has asked for."""
         if _TELLING.search(one) is None:
             return False
         value = _json(one.removeprefix(b"data: "))

@@ -1,4 +1,4 @@
-"""What stands in front of a vLLM: what passes, what does not, and what is known of it afterwards."""
+"""The proxy in front of a vLLM: which requests pass, which are refused, and what is known of them afterwards."""
 
 import json
 import logging
@@ -12,10 +12,10 @@ import pytest
 
 from fledge.engine.vllm_tuning import TunePoint, VllmTuning
 from fledge.errors import SwapRefusedError
-from fledge.server.front import Exchange, Front
-from fledge.server.front_reading import AnswerReader, PassedRequest, read_request
 from fledge.server.options import ServeOptions
 from fledge.server.prompts import NO_TEMPLATE, Template
+from fledge.server.proxied_requests import AnswerReader, ProxiedRequest, read_request
+from fledge.server.vllm_proxy import DrafterReload, VllmProxy
 from fledge.vllm_process import extension
 from fledge.vllm_process.finding import find_vllm
 from fledge.vllm_process.process import VllmProcess
@@ -30,26 +30,26 @@ DETAILED = ["--per-request-spec-decode-metrics", "detailed"]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 10, "temperature": 0}
 
 
-def make_front(
+def make_proxy(
     monkeypatch: pytest.MonkeyPatch,
     directory: Path,
     *,
     detailed: bool = True,
     more: Mapping[str, Any] | None = None,
     **settings: Any,
-) -> Front:
-    """`more`: of the front; `settings` of the service, and of the stand-in."""
-    exchange = (more or {}).get("exchange")
+) -> VllmProxy:
+    """`more`: of the proxy; `settings` of the service, and of the stand-in."""
+    reload = (more or {}).get("reload")
     names = ServeOptions.__dataclass_fields__
     options = {name: settings.pop(name) for name in list(settings) if name in names}
     install(monkeypatch, directory, **settings)
-    environment = {} if exchange is None else extension.environment(exchange.token)
+    environment = {} if reload is None else extension.environment(reload.token)
     words = [*WORDS, *(DETAILED if detailed else [])]
     process = VllmProcess(find_vllm(), "model", words, environment=environment)
     process.wait_until_ready(30, lambda _line: None)
     made = ServeOptions(served_model_names=("tiny",), **options)
     own: Any = {"max_num_seqs": 1, "drafter": "nowhere", "template": OWN, "tells_rounds": detailed, **(more or {})}
-    return Front(process, made, **own)
+    return VllmProxy(process, made, **own)
 
 
 def until(what: Callable[[], object], seconds: float = 10.0) -> None:
@@ -62,15 +62,15 @@ def until(what: Callable[[], object], seconds: float = 10.0) -> None:
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("fledge.server.front.baseline_of", lambda _drafter: None)
-        front = make_front(
+        monkeypatch.setattr("fledge.server.vllm_proxy.baseline_of", lambda _drafter: None)
+        proxy = make_proxy(
             monkeypatch,
             tmp_path_factory.mktemp("vllm"),
             api_keys=("key",),
             max_body_bytes=4096,
             admin_api_keys=("admin",),
         )
-        with Serving(front) as running:
+        with Serving(proxy) as running:
             yield running
 
 
@@ -165,24 +165,24 @@ def test_another_drafter_is_checked_loaded_by_vllm_and_counted_from_then_on(
             raise SwapRefusedError("wrong: it is another target's")
         return tmp_path / model
 
-    more = {"exchange": Exchange("secret", check)}
-    front = make_front(monkeypatch, tmp_path, more=more, admin_api_keys=("admin",))
-    with Serving(front) as serving:
+    more = {"reload": DrafterReload("secret", check)}
+    proxy = make_proxy(monkeypatch, tmp_path, more=more, admin_api_keys=("admin",))
+    with Serving(proxy) as serving:
         assert swap(serving, "new", "nobody").status_code == 401
         refused = swap(serving, "wrong")
         assert (refused.status_code, refused.json()["error"]["message"]) == (409, "wrong: it is another target's")
         httpx.post(serving.url + "/v1/completions", json={"prompt": [1], "max_tokens": 10})
-        until(lambda: front.metrics.stats.acceptance.rounds)
+        until(lambda: proxy.metrics.stats.acceptance.rounds)
         done = swap(serving, "new")
         assert (done.status_code, done.json()["drafter"], done.json()["previous"]) == (200, "new", "nowhere")
-        asked = front.engine.process.client.get_json("/argv")
+        asked = proxy.engine.process.client.get_json("/argv")
         assert asked["drafter"] == str(tmp_path / "new")
         httpx.get(serving.url + "/metrics")
-        assert front.metrics.stats.acceptance.rounds == 0  # those of the old one are not its own
+        assert proxy.metrics.stats.acceptance.rounds == 0  # those of the old one are not its own
         damaged = swap(serving, "damaged")
         assert (damaged.status_code, damaged.json()["error"]["code"]) == (409, "drafter_refused")
         assert "vLLM did not load it: ValueError: damaged; start the server with it" in damaged.text
-        assert front.metrics.drafter == "new"
+        assert proxy.metrics.drafter == "new"
         assert httpx.post(serving.url + "/fledge/drafter", json={"directory": "x"}).status_code == 404
         text = httpx.get(serving.url + "/metrics").text
         assert 'fledge_drafter_swaps_total{model_name="tiny",outcome="refused"} 2.0' in text
@@ -202,12 +202,12 @@ def test_the_speed_up_is_estimated_by_what_was_measured_of_the_pair(
         TunePoint(concurrency=1, depth=3, tokens_per_second=200.0, acceptance_length=3.0),
     ]
     more = {"speculation": {"num_speculative_tokens": 3}, "tuning": VllmTuning(points=points)}
-    front = make_front(monkeypatch, tmp_path, more=more)
-    with Serving(front) as serving:
+    proxy = make_proxy(monkeypatch, tmp_path, more=more)
+    with Serving(proxy) as serving:
         httpx.post(serving.url + "/v1/completions", json={"prompt": [1], "max_tokens": 31})
         httpx.get(serving.url + "/metrics")
         data = httpx.get(serving.url + "/dashboard/data").json()
-        length = front.metrics.stats.acceptance.acceptance_length
+        length = proxy.metrics.stats.acceptance.acceptance_length
         assert length is not None
         assert 2 < length < 4
         assert data["tiles"]["speed_up"] == pytest.approx(length / 1.5)  # a round costs 15 ms, a plain step 10
@@ -218,17 +218,17 @@ def test_a_client_that_goes_ends_the_request_at_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("fledge").propagate = True
-    front = make_front(monkeypatch, tmp_path, token_seconds=0.05, max_queue=0, request_timeout=4.0)
+    proxy = make_proxy(monkeypatch, tmp_path, token_seconds=0.05, max_queue=0, request_timeout=4.0)
     long = {"prompt": [1], "max_tokens": 400, "stream": True}
-    with Serving(front) as serving, caplog.at_level(logging.INFO, "fledge.request"):
+    with Serving(proxy) as serving, caplog.at_level(logging.INFO, "fledge.request"):
         path = serving.url + "/v1/completions"
         with httpx.stream("POST", path, json=long) as stream:
             parts = stream.iter_bytes()
             next(parts)
             busy = httpx.post(path, json=long)  # one runs, none may wait
             assert (busy.status_code, busy.json()["error"]["code"]) == (429, "queue_full")
-        vllm = front.engine.process.client
-        until(lambda: not front.engine.active and "running 0" in vllm.get("/metrics").decode())
+        vllm = proxy.engine.process.client
+        until(lambda: not proxy.engine.active and "running 0" in vllm.get("/metrics").decode())
         assert [one.fields["status"] for one in caplog.records if hasattr(one, "fields")] == [429, 499]
         slow = httpx.post(path, json=long)  # takes longer than a request may
         assert '"code":"timeout"' in slow.text.splitlines()[-4]
@@ -238,8 +238,8 @@ def test_vllms_death_ends_streams_in_words_and_the_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("fledge").propagate = True
-    front = make_front(monkeypatch, tmp_path, die_after=2, detailed=False)
-    with Serving(front) as serving:
+    proxy = make_proxy(monkeypatch, tmp_path, die_after=2, detailed=False)
+    with Serving(proxy) as serving:
         answer = httpx.post(serving.url + "/v1/completions", json={"prompt": [1], "stream": True})
         assert "vLLM has stopped working; see the server's log" in answer.text
         assert answer.text.endswith("data: [DONE]\n\n")
@@ -250,9 +250,9 @@ def test_vllms_death_ends_streams_in_words_and_the_server(
 
 
 def test_draining_lets_streams_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    front = make_front(monkeypatch, tmp_path, token_seconds=0.1)
+    proxy = make_proxy(monkeypatch, tmp_path, token_seconds=0.1)
     body = {"prompt": [1], "max_tokens": 12, "stream": True}
-    with Serving(front) as serving:
+    with Serving(proxy) as serving:
         path = serving.url + "/v1/completions"
         with httpx.stream("POST", path, json=body) as stream:
             parts = stream.iter_text()
@@ -262,7 +262,7 @@ def test_draining_lets_streams_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
             assert (first + "".join(parts)).endswith("data: [DONE]\n\n")
     assert serving.server.exit_status == 0
-    assert not front.engine.process.is_alive
+    assert not proxy.engine.process.is_alive
 
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])
@@ -276,17 +276,17 @@ def test_only_the_event_that_we_asked_for_is_kept(cut: int) -> None:
     ]
     whole = b"".join(events)
     parts = [whole[i : i + cut] for i in range(0, len(whole), cut)]
-    reader = AnswerReader(PassedRequest(b"", hides_usage=True))
+    reader = AnswerReader(ProxiedRequest(b"", hides_usage=True))
     assert b"".join([*map(reader.read_part, parts), reader.rest]) == b"".join((*events[:2], events[3]))
     assert reader.finish_reasons == ["stop"]
     assert [tuple(record) for record in reader.metrics.rounds] == [(4, 3, 1), (6, 2, 0)]
-    plain = AnswerReader(PassedRequest(b""))
+    plain = AnswerReader(ProxiedRequest(b""))
     assert b"".join(map(plain.read_part, parts)) == whole
     assert plain.output_tokens == 2
 
 
 def test_requests_are_read_but_not_changed() -> None:
-    def read(body: bytes, path: str = "/v1/completions", *, tells_rounds: bool = True) -> PassedRequest:
+    def read(body: bytes, path: str = "/v1/completions", *, tells_rounds: bool = True) -> ProxiedRequest:
         return read_request(path, body, template=OWN, tells_rounds=tells_rounds)
 
     for body in (b"{", b"[]", b'{"stream": 3}', b'{"stream": true, "stream_options": null}', b'{"n": 2}'):

@@ -1,8 +1,9 @@
-"""Fledge in front of a vLLM: keys, limits, drain, the request log, metrics and the page; requests pass as they are.
+"""A reverse proxy in front of a vLLM. It adds keys, limits, draining, the request log, metrics and the page.
 
-What a client sends goes to vLLM byte for byte, and what vLLM answers goes back as it comes. One thing is added: a
-stream ends with its usage, for us to read how its rounds went (`--per-request-spec-decode-metrics`); from a client that
-did not ask for usage, that last event is kept. With that option set to `none` nothing is added, and nothing known.
+Requests go to vLLM byte for byte, and responses come back as they arrive, with one exception: the proxy asks for usage
+at the end of every stream, because vLLM reports there how the rounds of the request went
+(`--per-request-spec-decode-metrics`). If the client did not ask for usage, it does not get that last event. With the
+option set to `none`, requests are not changed, and the rounds of a request are not known.
 """
 
 import asyncio
@@ -23,20 +24,19 @@ from fledge.engine.vllm_tuning import VllmTuning
 from fledge.errors import FledgeError, SwapRefusedError
 from fledge.server.api import CLIENT_GONE, SLOW_CLIENT_SECONDS, check_json, error_response, read_body, until_gone
 from fledge.server.async_vllm import AsyncVllm
-from fledge.server.errors import RequestError
-from fledge.server.front_reading import CHAT, COMPLETION, AnswerReader, PassedRequest, read_request
+from fledge.server.errors import RequestError, timed_out
 from fledge.server.metrics import Metrics
-from fledge.server.options import AdminKeys, ApiKeys, ServeOptions
+from fledge.server.options import ServeOptions
 from fledge.server.prompts import Template
+from fledge.server.proxied_requests import CHAT, COMPLETION, AnswerReader, ProxiedRequest, read_request
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, event
-from fledge.server.service import baseline_of
-from fledge.server.swap import DrafterSwap
+from fledge.server.servable import Servable, baseline_of
 from fledge.server.vllm_connection import HeaderList, WholeAnswer
 from fledge.vllm_process.process import VllmProcess
 
 _PREFIXES = {CHAT: "chatcmpl", COMPLETION: "cmpl", "/v1/responses": "resp"}  # of vLLM's own ids
-# Between two neighbours and not for those behind them; or for us (keys, origins, names); or written anew.
+# Not passed on: hop-by-hop headers, headers that are meant for the proxy, and headers that it writes itself.
 _OWN_HEADERS = frozenset(
     b"""connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
     upgrade host content-length authorization origin expect""".split()
@@ -44,15 +44,17 @@ _OWN_HEADERS = frozenset(
 _OWN_ANSWER_HEADERS = _OWN_HEADERS | {b"date", b"server"}
 
 
-class Exchange(NamedTuple):
-    """How a vLLM's drafter is exchanged, see `vllm_process/extension`."""
+class DrafterReload(NamedTuple):
+    """How vLLM loads another drafter's weights while it runs, see `vllm_process/extension`."""
 
-    token: str  # that the process was given
-    check: Callable[[str], Path]  # the directory of a drafter that may take its place; raises FledgeError
+    token: str  # the secret that the vLLM process was given
+    check: Callable[[str], Path]  # drafter -> its directory; raises FledgeError if it cannot replace the present one
 
 
-class Front:
-    """What a vLLM is served through. Made before there is an event loop; its engine starts in one."""
+class VllmProxy(Servable):
+    """Serves a vLLM: an ASGI application passes requests on and keeps count of them."""
+
+    engine: AsyncVllm
 
     def __init__(
         self,
@@ -63,23 +65,16 @@ class Front:
         drafter: str | None,
         template: Template,
         tells_rounds: bool,
-        exchange: Exchange | None = None,
+        reload: DrafterReload | None = None,
         speculation: Mapping[str, Any] | None = None,
         tuning: VllmTuning | None = None,
     ) -> None:
-        """`process` is ready. `template`: that of conversations. `tells_rounds`: it was told to, request by request.
+        """`process` is ready. `template`: the chat template that it uses.
 
-        `exchange`: how its drafter is; None: it cannot be. `speculation`: its config, `tuning`: what it was measured
-        at.
+        `tells_rounds`: it reports the rounds of each request. `reload`: how to give it another drafter; None: that is
+        not possible. `speculation`: its speculative config. `tuning`: what its rounds were measured to cost.
         """
-        self.options = options
-        self.keys = ApiKeys(options.api_keys)
-        self.admin_keys = AdminKeys(options.admin_api_keys)
-        self.is_draining = False
-        self.body_bytes = 0
-        self.template = template
-        self.tells_rounds = tells_rounds
-        self.metrics = Metrics(
+        metrics = Metrics(
             model_name=options.model_name,
             has_drafter=drafter is not None,
             switchable=False,
@@ -87,26 +82,25 @@ class Front:
             drafter=drafter,
             baseline=baseline_of(drafter),
         )
-        most, token = max_num_seqs + options.max_queue, "" if exchange is None else exchange.token
+        super().__init__(options, metrics)
+        self.template = template
+        self.tells_rounds = tells_rounds
+        most, token = max_num_seqs + options.max_queue, "" if reload is None else reload.token
         self.engine = AsyncVllm(
             process,
             max_requests=most,
-            metrics=self.metrics,
+            metrics=metrics,
             swap_token=token,
             speculation=speculation,
             costs=None if tuning is None else tuning.costs(),
         )
-        self.swap = DrafterSwap(self.metrics, self._exchange_drafter)
-        self._exchange = exchange
-
-    async def close(self) -> None:
-        await self.engine.close()
+        self._reload = reload
 
     async def _exchange_drafter(self, model: str) -> None:
-        if self._exchange is None:
+        if self._reload is None:
             what = "this vLLM has no EAGLE drafter to exchange, or a --worker-extension-cls of yours"
             raise SwapRefusedError(f"{what}; start the server with the other drafter")
-        directory = await asyncio.to_thread(self._exchange.check, model)
+        directory = await asyncio.to_thread(self._reload.check, model)
         await self.engine.load_drafter(directory)
         self.metrics.on_drafter(model, await asyncio.to_thread(baseline_of, model))
 
@@ -114,74 +108,68 @@ class Front:
     def status(self) -> str:
         return "dead" if not self.engine.is_healthy else "draining" if self.is_draining else "ok"
 
-    def admit(self) -> None:
-        """Raise RequestError while the server takes no new work."""
-        if self.is_draining:
-            self.metrics.on_rejected("draining")
-            raise RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=5)
 
-
-class AskFirst:
-    """Passes what is asked (POST) on to vLLM before any route is looked at: each layer on the way costs time."""
+class ForwardPosts:
+    """ASGI middleware: passes POST requests on to vLLM before routing, because every layer adds latency."""
 
     OWN = frozenset(("/ping", "/admin/drafter"))
 
-    def __init__(self, app: ASGIApp, front: Front) -> None:
-        self._app, self._front = app, front
+    def __init__(self, app: ASGIApp, proxy: VllmProxy) -> None:
+        self._app, self._proxy = app, proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or _path(self._front, scope) in self.OWN:
+        if scope["type"] != "http" or scope["method"] != "POST" or _path(self._proxy, scope) in self.OWN:
             await self._app(scope, receive, send)
             return
-        response = await _ask(self._front, Request(scope, receive))
+        response = await _ask(self._proxy, Request(scope, receive))
         await response(scope, receive, send)
 
 
-def router(front: Front) -> APIRouter:
-    """Return the routes of all but what is asked, and those of the page. What is not ours is vLLM's."""
+def router(proxy: VllmProxy) -> APIRouter:
+    """Return the routes for everything but POST requests and the page. Paths that are not ours go to vLLM."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/health")
     @routes.api_route("/ping", methods=["GET", "POST"])
     async def health() -> Response:
-        return JSONResponse({"status": front.status}, status_code=200 if front.status == "ok" else 503)
+        return JSONResponse({"status": proxy.status}, status_code=200 if proxy.status == "ok" else 503)
 
     @routes.get("/load")
     async def load() -> Response:
-        return JSONResponse({"server_load": front.engine.active})
+        return JSONResponse({"server_load": proxy.engine.active})
 
     @routes.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": __version__, "vllm": front.engine.process.installation.version})
+        return JSONResponse({"version": __version__, "vllm": proxy.engine.process.installation.version})
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        """Ours, and vLLM's own as they are; what both have, of Python and the process, is told of ours only."""
-        await front.engine.read_counters()
-        lines = front.engine.counters_text.splitlines(keepends=True)
+        """Our metrics, then vLLM's own. Those of Python and of the process, which both have, are ours only."""
+        await proxy.engine.read_counters()
+        lines = proxy.engine.counters_text.splitlines(keepends=True)
         theirs = "".join(line for line in lines if line.removeprefix("# HELP ").removeprefix("# TYPE ")[:5] == "vllm:")
-        return Response(front.metrics.render() + theirs.encode(), media_type=CONTENT_TYPE_LATEST)
+        return Response(proxy.metrics.render() + theirs.encode(), media_type=CONTENT_TYPE_LATEST)
 
     @routes.api_route(
-        "/{path:path}", methods=["GET", "HEAD", "PUT", "PATCH", "DELETE"], dependencies=[Depends(front.keys.check)]
+        "/{path:path}", methods=["GET", "HEAD", "PUT", "PATCH", "DELETE"], dependencies=[Depends(proxy.keys.check)]
     )
     async def look_up(request: Request) -> Response:
-        body = await read_body(front, request)
-        target, headers = _target(front, request), _headers(request, body)
-        return _response(await front.engine.fetch(request.method, target, headers, body))
+        body = await read_body(proxy, request)
+        target, headers = _target(proxy, request), _headers(request, body)
+        return _response(await proxy.engine.fetch(request.method, target, headers, body))
 
     return routes
 
 
-def _path(front: Front, scope: Scope) -> str:
+def _path(proxy: VllmProxy, scope: Scope) -> str:
     path: str = scope["path"]
-    return path.removeprefix(front.options.root_path)
+    return path.removeprefix(proxy.options.root_path)
 
 
-def _target(front: Front, request: Request) -> bytes:
+def _target(proxy: VllmProxy, request: Request) -> bytes:
     path: bytes = request.scope.get("raw_path") or request.url.path.encode()
     query: bytes = request.scope["query_string"]
-    return path.partition(b"?")[0].removeprefix(front.options.root_path.encode()) + (b"?" + query if query else b"")
+    return path.partition(b"?")[0].removeprefix(proxy.options.root_path.encode()) + (b"?" + query if query else b"")
 
 
 def _headers(request: Request, body: bytes, request_id: str | None = None) -> HeaderList:
@@ -192,7 +180,7 @@ def _headers(request: Request, body: bytes, request_id: str | None = None) -> He
 
 
 def _response(answer: WholeAnswer, **more: str) -> Response:
-    """`more`: headers that are added where it has none of the name."""
+    """`more`: headers to add, unless the answer has them already."""
     response = Response(answer.content, status_code=answer.status)
     response.raw_headers += [(name, value) for name, value in answer.headers if name not in _OWN_ANSWER_HEADERS]
     for name, value in more.items():
@@ -203,48 +191,48 @@ def _response(answer: WholeAnswer, **more: str) -> Response:
 # Answers
 
 
-async def _ask(front: Front, request: Request) -> Response:
-    path = _path(front, request.scope)
+async def _ask(proxy: VllmProxy, request: Request) -> Response:
+    path = _path(proxy, request.scope)
     number = uuid.uuid4().hex
     entry = RequestLogEntry(id=f"{_PREFIXES.get(path, 'req')}-{number}", path=path)
     try:
-        await front.keys.check(request)
-        front.admit()
+        await proxy.keys.check(request)
+        proxy.admit()
         if path in _PREFIXES:
             check_json(request)
-        body = await read_body(front, request)
+        body = await read_body(proxy, request)
     except FledgeError as wrong:
         error = RequestError.of(wrong)
         entry.status, entry.error = error.status, error.code or "invalid_request"
         entry.write()
         return error_response(error, {"X-Request-Id": entry.id})
-    asked = read_request(path, body, template=front.template, tells_rounds=front.tells_rounds)
+    asked = read_request(path, body, template=proxy.template, tells_rounds=proxy.tells_rounds)
     entry.model, entry.stream, entry.answers = asked.model, asked.stream, asked.answers
     headers = _headers(request, asked.body, number)
-    return PassedResponse(front, asked, entry, request.method, _target(front, request), headers)
+    return ProxiedResponse(proxy, asked, entry, request.method, _target(proxy, request), headers)
 
 
-class PassedResponse(Response):
-    """An answer on its way from vLLM to a client, who may go. Logged and counted when it has ended."""
+class ProxiedResponse(Response):
+    """Streams vLLM's answer to the client, who may disconnect. It is logged and counted when it has ended."""
 
     def __init__(
         self,
-        front: Front,
-        asked: PassedRequest,
+        proxy: VllmProxy,
+        asked: ProxiedRequest,
         entry: RequestLogEntry,
         method: str,
         target: bytes,
         headers: HeaderList,
     ) -> None:
         super().__init__()
-        self._front = front
+        self._proxy = proxy
         self._asked = asked
         self._entry = entry
         self._sent = method, target, headers
         self._answer = AnswerReader(asked)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        entry, timeout = self._entry, self._front.options.request_timeout
+        entry, timeout = self._entry, self._proxy.options.request_timeout
         entry.status = CLIENT_GONE  # unless the last byte is sent
         try:
             await until_gone(receive, self._pass(scope, receive, send), timeout + SLOW_CLIENT_SECONDS)
@@ -255,7 +243,7 @@ class PassedResponse(Response):
             entry.write()
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        entry, engine, timeout = self._entry, self._front.engine, self._front.options.request_timeout
+        entry, engine, timeout = self._entry, self._proxy.engine, self._proxy.options.request_timeout
         started = False
         try:
             with engine.reserve():
@@ -278,7 +266,7 @@ class PassedResponse(Response):
                     await send({"type": "http.response.body", "body": self._answer.rest, "more_body": False})
                     entry.status = answer.status
         except (RequestError, TimeoutError) as wrong:
-            error = wrong if isinstance(wrong, RequestError) else _too_slow(timeout)
+            error = wrong if isinstance(wrong, RequestError) else timed_out(timeout)
             entry.status, entry.error = error.status, error.code or "error"
             if started:
                 await send({"type": "http.response.body", "body": event(error.body()) + DONE, "more_body": False})
@@ -286,7 +274,7 @@ class PassedResponse(Response):
                 await error_response(error, {"X-Request-Id": entry.id})(scope, receive, send)
 
     def _count(self) -> None:
-        """Put down how it went, in the log's entry and in the metrics."""
+        """Record how the request went in its log entry and in the metrics."""
         entry, answer = self._entry, self._answer
         if entry.status >= 400:
             entry.finish_reason = "abort" if entry.status == CLIENT_GONE else None
@@ -298,8 +286,4 @@ class PassedResponse(Response):
         entry.note(answer)
         entry.finish_reason = reason or entry.finish_reason or None
         last = RequestUpdate(entry.id, [], finish_reason=entry.finish_reason or "stop", metrics=metrics)
-        self._front.metrics.on_finished(last, self._asked.traits)
-
-
-def _too_slow(timeout: float) -> RequestError:
-    return RequestError(f"the request took longer than {timeout:g} s", status=408, code="timeout")
+        self._proxy.metrics.on_finished(last, self._asked.traits)

@@ -96,11 +96,11 @@ class Engines:
 
     def answer(self, prompts: Sequence[list[int]], temperatures: Sequence[float] = (), seed: int = 0) -> list[Answer]:
         """Answer each prompt, greedily unless `temperatures` has another for each."""
-        warmth = list(temperatures) or [0.0] * len(prompts)
+        temperatures = list(temperatures) or [0.0] * len(prompts)
         if not self.pipes:
-            return self.engine.answer(prompts, warmth, seed)
+            return self.engine.answer(prompts, temperatures, seed)
         count = len(self.pipes)
-        parts = [(list(prompts[i::count]), warmth[i::count], seed + i * len(prompts)) for i in range(count)]
+        parts = [(list(prompts[i::count]), temperatures[i::count], seed + i * len(prompts)) for i in range(count)]
         found: list[Answer] = [Answer([], [], "", ended=False)] * len(prompts)
         for i, part in enumerate(self._ask("answer", parts)):
             found[i::count] = part

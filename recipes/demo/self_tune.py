@@ -262,8 +262,8 @@ def main(
             break
         drawn = [asked[i % len(asked)] for i in range(number * answered, (number + 1) * answered)]
         greedy = round(len(drawn) * (1 - sampled))
-        warmth = [0.0] * greedy + [temperature] * (len(drawn) - greedy)
-        own = engines.answer([request.ids for request in drawn], warmth, seed=seed + number * answered)
+        temperatures = [0.0] * greedy + [temperature] * (len(drawn) - greedy)
+        own = engines.answer([request.ids for request in drawn], temperatures, seed=seed + number * answered)
         answering = budget.elapsed - began
         verdicts = judge(drawn, own, workers)
         judging = budget.elapsed - began - answering

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fledge.devices import choose_device
-from fledge.drift.answers import KeptAnswers
+from fledge.drift.answers import AnswerCache
 from fledge.drift.perturb import Perturbation, parse_perturbation
 from fledge.drift.probe import Prober, ProbeSettings
 from fledge.drift.prompts import load_probe_workload
@@ -141,7 +141,7 @@ def _prober(
     target: str, workload: str, settings: ProbeSettings, options: tuple[tuple[str, Any], ...], answers: Path
 ) -> Prober:
     """The one of this process: loading the target takes longer than most shares do."""
-    return Prober(target, workload, settings, dict(options), answers=KeptAnswers(answers))
+    return Prober(target, workload, settings, dict(options), answers=AnswerCache(answers))
 
 
 def _cell(out: Path, fit: Fit, condition: Perturbation) -> Path:

@@ -1,10 +1,14 @@
 """What rounds cost, as measured: by how many requests and what is drafted. The controller decides by it; the server
 reads it.
 
-A cost that is not measured again goes stale: contexts grow, neighbours come. What moves one cost that is being measured
-moves the others with it, until they are measured again themselves. What warming up measured is an expectation only:
-rounds of requests may be slower than those of stand-ins, and arms that have not run yet are taken to be slower by as
-much as those that have.
+Attention takes longer the longer the contexts are, and not by the same factor for every arm: a plain step reads as many
+keys as a round with drafts does, and does less besides. So costs are kept as of contexts of one length. What more keys
+add was timed while warming up, and is taken off each measured round and put on each answer.
+
+A cost that is not measured again goes stale: neighbours come and go. What moves one cost that is being measured moves
+the others with it, until they are measured again themselves. What warming up measured is an expectation only: rounds
+of requests may be slower than those of stand-ins, and arms that have not run yet are taken to be slower by as much as
+those that have.
 
 The host's own work between two rounds comes on top, or where it overlaps with the device's bounds a round from below:
 a small model on a large GPU is no faster than its requests can be told their tokens, however deep they draft. With
@@ -14,6 +18,7 @@ steps would look as dear as rounds wherever the host is the slower of the two.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fledge.engine.arms import PLAIN, Arm, RequestKind
 
@@ -24,6 +29,7 @@ FORGOTTEN_ROUNDS = 100  # a cost that was not measured for longer is learned ane
 OUTLIER = 3.0  # a round that takes this many times its mean counts as no more than that
 REACH = 1.25  # a batch this much larger or smaller than a measured one costs about the same
 PLAIN_HOST = 0.7  # of the host's work for a round with drafts, that for one without, until both have run
+LEAST_OF_CONTEXT = 0.5  # of a cost at the expected length of contexts, that it is with shorter ones
 
 
 @dataclass
@@ -33,7 +39,17 @@ class _Cost:
     trend: float  # the table's when it was measured last
     measured_at: int  # in rounds of the table
     expected: float | None = None  # what warming up said
+    key_seconds: float | None = None  # of that, for each key that each of the requests reads; None: was not timed
     has_run: bool = True  # no: it is only expected
+
+
+class Expectation(NamedTuple):
+    """What warming up said of a kind of round, in seconds."""
+
+    batch: int
+    arm: Arm
+    seconds: float
+    key_seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,8 @@ class CostTable:
         self._host: dict[tuple[int, bool], _HostWork] = {}  # power of two of the batch, whether there are drafts
         self._costs: dict[Arm, dict[int, _Cost]] = {}  # by batch
         self._discounts: dict[tuple[int, Arm], float] = {}  # power of two of the batch, arm: see `discount`
+        self.context: float | None = None  # keys that each request of the latest round read; None: as was expected
+        self._expected_context = 0.0  # that costs are kept as of
         self._trend = 0.0  # logarithm of how much slower everything has become
         self._slower = 0.0  # logarithm of how much slower rounds are than was expected of them
         self._compared = 0  # rounds that this was learned from
@@ -65,24 +83,39 @@ class CostTable:
         cost = _Cost(MIN_SAMPLES, seconds, self._trend, self.rounds, expected=seconds, has_run=False)
         self._costs.setdefault(arm, {}).setdefault(batch, cost)
 
-    def expectations(self) -> list[tuple[int, Arm, float]]:
-        """What `expect` was told: batch, arm, seconds."""
+    def expect_context(self, *, batch: int, arm: Arm, context: int, key_seconds: float) -> None:
+        """Believe that such rounds take `key_seconds` more for each key that each request has more than `context`.
+
+        `context` is that of all that is expected. Nothing is believed of rounds that are not.
+        """
+        cost = self._costs.get(arm, {}).get(batch)
+        if cost is not None and cost.expected is not None:
+            self._expected_context, cost.key_seconds = float(context), max(key_seconds, 0.0)
+
+    @property
+    def expected_context(self) -> int:
+        return round(self._expected_context)
+
+    def expectations(self) -> list[Expectation]:
+        """What `expect` and `expect_context` were told."""
         return [
-            (batch, arm, cost.expected)
+            Expectation(batch, arm, cost.expected, cost.key_seconds)
             for arm, costs in self._costs.items()
             for batch, cost in costs.items()
             if cost.expected is not None
         ]
 
-    def add(self, *, batch: int, arm: Arm, seconds: float) -> None:
-        """Learn how long a round took."""
+    def add(self, *, batch: int, arm: Arm, seconds: float, context: float | None = None) -> None:
+        """Learn how long a round took. `context`: the keys that each of its requests read, on average."""
         self.rounds += 1
+        self.context = context
+        seconds /= self._by_context(arm, batch)
         of_arm = self._costs.setdefault(arm, {})
         cost = of_arm.get(batch)
         if cost is None:
             of_arm[batch] = _Cost(1, seconds, self._trend, self.rounds)
             return
-        before = self._now(arm, batch) if cost.has_run else self._believed(arm, batch)
+        before = self._at_expected_context(arm, batch) if cost.has_run else self._believed(arm, batch)
         if self.rounds - cost.measured_at > FORGOTTEN_ROUNDS:
             cost.samples = min(cost.samples, MIN_SAMPLES)
         cost.samples += 1
@@ -136,13 +169,14 @@ class CostTable:
     def device_cost(self, batch: int, arm: Arm) -> float | None:
         """`cost` without the host's part."""
         below, above = self._neighbours(batch, arm)
-        if below is not None and above is not None:
-            low, high = self._believed(arm, below), self._believed(arm, above)
-            return low if above == below else low + (high - low) * (batch - below) / (above - below)
         nearest = below if above is None else above
-        if nearest is not None and max(nearest, batch) <= REACH * min(nearest, batch):
-            return self._believed(arm, nearest)
-        return None
+        if below is not None and above is not None:
+            found = _between(batch, (below, self._believed(arm, below)), (above, self._believed(arm, above)))
+        elif nearest is not None and max(nearest, batch) <= REACH * min(nearest, batch):
+            found = self._believed(arm, nearest)
+        else:
+            return None
+        return found * self._by_context(arm, batch)
 
     def estimate(self, batch: int, arm: Arm) -> float | None:
         """As `cost`, less its discount; what was not measured is guessed: of a chain from others, or the nearest size.
@@ -212,17 +246,37 @@ class CostTable:
         """As measured, but no more than a deeper chain takes that has run more often: drafting more never takes less,
         and one stall of a busy host while warming up is no cost.
         """
-        own, found = self._costs[arm][batch], self._now(arm, batch)
+        own, found = self._costs[arm][batch], self._at_expected_context(arm, batch)
         runs = max(MIN_SAMPLES, own.samples if own.has_run else 0)
         for other, costs in self._costs.items():
             is_deeper = other.depth > arm.depth and not (other.is_tree or arm.is_tree)
             if is_deeper and (known := costs.get(batch)) is not None and known.has_run and known.samples > runs:
-                found = min(found, self._now(other, batch))
+                found = min(found, self._at_expected_context(other, batch))
         return found
 
     def _now(self, arm: Arm, batch: int) -> float:
+        return self._at_expected_context(arm, batch) * self._by_context(arm, batch)
+
+    def _at_expected_context(self, arm: Arm, batch: int) -> float:
         cost = self._costs[arm][batch]
         return cost.mean * math.exp(self._trend - cost.trend if cost.has_run else self._slower)
+
+    def _by_context(self, arm: Arm, batch: int) -> float:
+        """How many times as long a round takes with the contexts of now as with those that were expected."""
+        more = 0.0 if self.context is None else self.context - self._expected_context
+        known = [one for one in self._costs.get(arm, {}).items() if one[1].key_seconds is not None] if more else []
+        if not known:
+            return 1.0
+        _, nearest = min(known, key=lambda one: abs(math.log(one[0] / batch)))
+        assert nearest.expected is not None
+        assert nearest.key_seconds is not None
+        return max(1 + more * nearest.key_seconds / nearest.expected, LEAST_OF_CONTEXT)
+
+
+def _between(batch: int, low: tuple[int, float], high: tuple[int, float]) -> float:
+    """What lies between what belongs to two sizes."""
+    (below, least), (above, most) = low, high
+    return least if above == below else least + (most - least) * (batch - below) / (above - below)
 
 
 class RoundCosts:
@@ -232,6 +286,9 @@ class RoundCosts:
         self.tables = {kind: CostTable(host_overlaps=host_overlaps) for kind in RequestKind}
         self.latest = self.tables[RequestKind.GREEDY]  # of the kind of round that ran last
 
-    def add(self, kind: RequestKind, *, batch: int, arm: Arm, seconds: float) -> None:
+    def add(self, kind: RequestKind, *, batch: int, arm: Arm, seconds: float, context: float) -> None:
+        """Learn how long a round took. All kinds of requests have the contexts of the latest round."""
         self.latest = self.tables[kind]
-        self.latest.add(batch=batch, arm=arm, seconds=seconds)
+        self.latest.add(batch=batch, arm=arm, seconds=seconds, context=context)
+        for table in self.tables.values():
+            table.context = context

@@ -196,11 +196,11 @@ class Runner:
         return graphs is None or graphs.padded_round(_timed_round(batch, arm, kind)) in graphs.captured
 
     @torch.inference_mode()
-    def time_round(self, stand_ins: Sequence[Request], arm: Arm, kind: RequestKind) -> float:
-        """Seconds of a round of these, as if they were requests of this kind (see `Scheduler.stand_ins`)."""
+    def time_round(self, stand_ins: Sequence[Request], arm: Arm, kind: RequestKind, length: int) -> float:
+        """Seconds of a round of these, as if they were requests of this kind and length (see `Scheduler.stand_ins`)."""
         state, batch = self.state, len(stand_ins)
         program = _timed_round(batch, arm, kind)
-        state.pose(batch, kind, length=stand_ins[0].max_length, drafts=arm.depth)
+        state.pose(batch, kind, length=length, drafts=arm.depth)
         if self.graphs is not None:
             stamps = self.graphs.round(program, stand_ins).stamps
         else:

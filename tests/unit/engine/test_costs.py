@@ -19,8 +19,9 @@ from fledge.engine.passes import PassOutcome
 from fledge.engine.programs import RoundProgram
 from fledge.engine.request import Request
 from fledge.engine.sampler import SamplingMode
-from fledge.engine.warm_up import TIMED_LENGTH
+from fledge.engine.warm_up import LONG_LENGTH, TIMED_LENGTH
 from tests import engine_cases
+from tests.tiny_models import TINY_TARGET
 
 
 def _costs(*measured: tuple[int, int, float]) -> CostTable:
@@ -95,6 +96,67 @@ def test_what_slows_the_rounds_that_run_is_taken_to_slow_the_others_too() -> Non
     for _ in range(MIN_SAMPLES + 40):
         table.add(batch=1, arm=Arm(0), seconds=0.029)  # it is measured again, and is not
     assert table.ratio(1, Arm(3)) == pytest.approx(30 / 29, rel=0.05)
+
+
+def _with_contexts() -> CostTable:
+    """A key costs each request of four 1 us in a plain step and 2 us in a round of three drafts."""
+    table = CostTable()
+    for arm, seconds, key_seconds in ((PLAIN, 0.010, 2e-5), (Arm(3), 0.030, 3e-5)):
+        table.expect(batch=4, arm=arm, seconds=seconds)
+        table.expect_context(batch=4, arm=arm, context=100, key_seconds=key_seconds)
+    return table
+
+
+def test_costs_are_those_of_the_latest_contexts() -> None:
+    table = _with_contexts()
+    assert table.ratio(4, Arm(3)) == pytest.approx(3.0)
+    for _ in range(100):
+        table.add(batch=4, arm=Arm(3), seconds=0.030 + 3e-5 * 900, context=1000)
+    assert table.cost(4, Arm(3)) == pytest.approx(0.057)
+    assert table.cost(4, PLAIN) == pytest.approx(0.010 + 2e-5 * 900), "though it has never run"
+    for _ in range(3):
+        table.add(batch=4, arm=Arm(3), seconds=0.030, context=100)
+    assert table.ratio(4, Arm(3)) == pytest.approx(3.0), "a long context has left nothing behind"
+    assert table.copy().ratio(4, Arm(3)) == table.ratio(4, Arm(3))
+    assert table.cost(3, PLAIN) is None
+    assert table.estimate(5, PLAIN) == pytest.approx(table.cost(4, PLAIN))
+
+
+def test_a_slow_machine_is_no_long_context() -> None:
+    table = _with_contexts()
+    for _ in range(100):
+        table.add(batch=4, arm=Arm(3), seconds=2 * (0.030 + 3e-5 * 200), context=300)
+    assert [table.cost(4, arm) for arm in (PLAIN, Arm(3))] == pytest.approx([2 * 0.014, 2 * 0.036], rel=0.01)
+    table.add(batch=4, arm=Arm(3), seconds=0.001, context=0)
+    assert table.cost(4, PLAIN) > 0.008, "at least half of what was expected, whatever is said of keys"
+
+
+def test_windows_bound_the_keys_that_a_round_reads() -> None:
+    config = TINY_TARGET
+    assert config.mean_keys(300.0) == 300.0
+    windows = (64, None) * (config.num_layers // 2)
+    assert replace(config, sliding_windows=windows).mean_keys(300.0) == pytest.approx((64 + 300) / 2)
+
+
+def test_warming_up_learns_what_keys_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = AdaptiveDepth(2, 4)
+    engine = engine_cases.make_engine(
+        drafts=engine_cases.drafter(),
+        max_num_seqs=4,
+        policy=policy,
+        max_model_len=300,
+        num_blocks=400,
+        sample_drafts=None,
+    )
+
+    def time_round(_: object, stand_ins: Sequence[Request], arm: Arm, _kind: RequestKind, length: int) -> float:
+        return len(stand_ins) * (1 + arm.depth) * (0.001 + 1e-5 * length)
+
+    monkeypatch.setattr(type(engine.runner), "time_round", time_round)
+    engine.warm_up()
+    for table in engine._costs.tables.values():
+        table.context = 5000.0
+        assert table.cost(2, Arm(2)) == pytest.approx(6 * (0.001 + 1e-5 * 5000), rel=1e-3)
 
 
 def test_what_never_ran_is_as_much_slower_than_expected_as_what_did() -> None:
@@ -184,11 +246,11 @@ def test_warming_up_times_graphs_of_their_own_size_once_each(monkeypatch: pytest
     """What runs in a larger one would be timed twice; rounds of fewer drafts are timed when they are wanted."""
     policy = AdaptiveDepth(3, 16)
     engine = engine_cases.make_engine(drafts=engine_cases.drafter(), max_num_seqs=16, policy=policy, graphs=True)
-    timed: list[tuple[int, Arm, RequestKind]] = []
+    timed: list[tuple[int, Arm, RequestKind, int]] = []
     monkeypatch.setattr(type(engine.runner), "time_round", lambda _, rows, *of: timed.append((len(rows), *of)) or 0.02)
     engine.warm_up()
     greedy, sampled = (
-        [batch for batch, arm, of in timed if arm == Arm(3) and of is kind]
+        [batch for batch, arm, of, length in timed if arm == Arm(3) and of is kind and length <= TIMED_LENGTH]
         for kind in (RequestKind.GREEDY, RequestKind.SAMPLED)
     )
     assert greedy == sampled == [size for size in (1, 4, 16) for _ in range(4)], "2 and 8 have no graph yet"
@@ -197,7 +259,7 @@ def test_warming_up_times_graphs_of_their_own_size_once_each(monkeypatch: pytest
 
 def test_the_first_round_of_a_size_is_no_measure_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_cases.make_engine(drafts=engine_cases.drafter(), max_num_seqs=2, policy=AdaptiveDepth(3, 2))
-    seen: set[tuple[int, Arm, RequestKind]] = set()
+    seen: set[tuple[int, Arm, RequestKind, int]] = set()
 
     def time_round(_: object, stand_ins: Sequence[Request], *of: Any) -> float:
         is_first = (len(stand_ins), *of) not in seen
@@ -213,7 +275,7 @@ def test_rounds_of_seconds_are_timed_as_few_times_as_it_takes_to_compare(monkeyp
     engine = engine_cases.make_engine(drafts=engine_cases.drafter(), policy=AdaptiveDepth(5, 4), sample_drafts=None)
     clock = iter(range(0, 100, 2))  # of a model so large that each look at it finds two seconds more
     monkeypatch.setattr("fledge.engine.warm_up.time.perf_counter", lambda: float(next(clock)))
-    calls: list[tuple[int, Arm, RequestKind]] = []
+    calls: list[tuple[int, Arm, RequestKind, int]] = []
 
     def time_round(_: object, stand_ins: Sequence[Request], *of: Any) -> float:
         calls.append((len(stand_ins), *of))
@@ -222,7 +284,7 @@ def test_rounds_of_seconds_are_timed_as_few_times_as_it_takes_to_compare(monkeyp
     monkeypatch.setattr(type(engine.runner), "time_round", time_round)
     engine.warm_up()
     assert len(calls) <= 6
-    assert {(batch, arm) for batch, arm, _ in calls} == {(1, PLAIN), (1, Arm(1))}
+    assert {(batch, arm) for batch, arm, *_ in calls} == {(1, PLAIN), (1, Arm(1))}
     for kind in RequestKind:
         assert engine._costs.tables[kind].ratio(1, Arm(1)) == pytest.approx(1.5)
 
@@ -243,7 +305,7 @@ def test_rounds_are_timed_as_of_requests_each_in_blocks_of_its_own(monkeypatch: 
     assert {program.batch for program, *_ in seen} == {1, 2}
     for program, lengths, drafts, are_greedy, draws, tables in seen:
         assert set(drafts) == {program.verify.depth}
-        assert all(0 < length <= TIMED_LENGTH for length in lengths)
+        assert all(0 < length <= LONG_LENGTH for length in lengths)
         assert set(are_greedy) == {program.sampling is SamplingMode.GREEDY}
         assert not program.sample_drafts or all(draws)
         used = [

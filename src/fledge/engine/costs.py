@@ -32,7 +32,9 @@ FIRST_PACE = 0.5  # of how much slower rounds of requests are than was expected,
 PACE_DRIFT = 0.008  # of the pace, from round to round
 COST_DRIFT = 0.001  # of a cost of its own, the same
 MOST_DEVIATIONS = 2.5  # a round that is further off counts as no more than that, and says that something has changed
-KNOWN_SAMPLES = 16  # rounds of a cost, after which that is the pace
+KNOWN_SAMPLES = 16  # rounds of a cost, after which only the pace can have: before, what was expected may be wrong
+WORST_EXPECTATION = 0.3  # as EXPECTATION_ERROR, where a round says so
+REVERSION = 1000.0  # rounds in which a cost that is not measured goes two thirds of the way down to what was expected
 OUTLIER = 3.0  # the host's work of a round that takes this many times its mean counts as no more than that
 REACH = 1.25  # a batch this much larger or smaller than a measured one costs about the same
 PLAIN_HOST = 0.7  # of the host's work for a round with drafts, that for one without, until both have run
@@ -134,6 +136,7 @@ class CostTable:
             return
         if not cost.has_run:
             cost.mean = min(cost.mean, math.log(self._believed(arm, batch)) - pace.mean)
+        cost.mean = self._own(cost)
         # A Kalman filter of two numbers, of which a round is the sum: the pace, and this cost's own.
         pace.variance += PACE_DRIFT**2
         cost.variance += COST_DRIFT**2 * (self.rounds - cost.measured_at)
@@ -145,8 +148,9 @@ class CostTable:
         pace.variance -= pace.variance**2 / spread
         cost.variance -= cost.variance**2 / spread
         if excess > 0:
-            changed = pace if cost.samples > KNOWN_SAMPLES else cost
-            changed.variance += excess**2
+            pace.variance += excess**2
+            if cost.samples <= KNOWN_SAMPLES:
+                cost.variance = min(cost.variance + excess**2, WORST_EXPECTATION**2)
         cost.samples += 1
         cost.measured_at, cost.has_run = self.rounds, True
 
@@ -229,7 +233,7 @@ class CostTable:
         return guess
 
     def age(self, batch: int, arm: Arm) -> int | None:
-        """Rounds since this arm was last measured at about this size; None: never."""
+        """Rounds since this arm was last measured at about this size, warming up included; None: never."""
         near = [b for b in self._costs.get(arm, {}) if max(b, batch) <= REACH * min(b, batch)]
         return min((self.rounds - self._costs[arm][b].measured_at for b in near), default=None)
 
@@ -279,7 +283,14 @@ class CostTable:
         return self._at_expected_context(arm, batch) * self._by_context(arm, batch)
 
     def _at_expected_context(self, arm: Arm, batch: int) -> float:
-        return math.exp(self._costs[arm][batch].mean + self._pace.mean)
+        return math.exp(self._own(self._costs[arm][batch]) + self._pace.mean)
+
+    def _own(self, cost: _Cost) -> float:
+        """The part of its own, logarithm: whoever was in the way while it was measured may have gone since."""
+        if cost.expected is None:
+            return cost.mean
+        above = max(cost.mean - math.log(max(cost.expected, SHORTEST)), 0.0)
+        return cost.mean - above * (1 - math.exp((cost.measured_at - self.rounds) / REVERSION))
 
     def _by_context(self, arm: Arm, batch: int) -> float:
         """How many times as long a round takes with the contexts of now as with those that were expected."""

@@ -59,7 +59,8 @@ def warm_up(
     rounds = [(batch, arm) for batch in sizes for arm in sorted(arms)] if len(arms) > 1 else []
     if rounds and cache is not None:
         cache.recall(costs)
-    rounds = [one for one in rounds if costs.latest.age(*one) is None]
+    known = {(one.batch, one.arm) for one in costs.latest.expectations()}
+    rounds = [one for one in rounds if one not in known]
     total = len(first) + len(rounds)
     with timed(_log, "graphs captured", len(first)):
         for done, program in enumerate(first):

@@ -284,8 +284,8 @@ def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
 
 
 _KINDS = (
-    *("latent", "experts", "norm_placement", "norm_offset", "activation", "query_scalar", "sinks"),
-    *("qk_norm_whole", "rotated_norm", "temperature", "chunked"),
+    *("latent", "experts", "norm_placement", "norm_offset", "activation", "attention_scale", "residual_multiplier"),
+    *("sinks", "qk_norm_whole", "rotated_norm", "temperature", "chunked"),
 )
 _ORDINARY_ROPE = (("partial_factor", 1.0), ("interleaved", False))
 

@@ -145,7 +145,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        scale = (config.query_scalar or config.head_dim) ** -0.5
+        scale = config.attention_scale or config.head_dim**-0.5
         self.spec = AttentionSpec(layer=layer, scale=scale, sliding_window=sliding_window, chunked=config.chunked)
         self.qkv_proj = Linear(
             input_size or config.hidden_size, config.query_size + 2 * config.kv_size, bias=config.qkv_bias

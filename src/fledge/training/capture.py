@@ -35,7 +35,10 @@ _PROBE_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TargetEnds:
-    """A target's embedding and output head: all that drafter and teacher need if its states are on disk."""
+    """A target's embedding and output head: all that drafter and teacher need if its states are on disk.
+
+    A constant factor on its logits is in the head.
+    """
 
     embedding_weight: Tensor  # [vocab, hidden]
     head_weight: Tensor  # [vocab, hidden]
@@ -43,7 +46,7 @@ class TargetEnds:
 
     @classmethod
     def of(cls, model: TargetModel) -> "TargetEnds":
-        weights = model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+        weights = model.embed_tokens.weight.detach(), model.logits_weight.detach()
         return cls(embedding_weight=weights[0], head_weight=weights[1])
 
 

@@ -81,8 +81,9 @@ def test_drafters_are_ordinary_whatever_the_target_is(name: str) -> None:
         False,
         1.0,
     )
-    kinds = (layer.norm_offset, layer.sinks, layer.query_scalar, layer.rope.interleaved, layer.activation)
+    kinds = (layer.norm_offset, layer.sinks, layer.attention_scale, layer.rope.interleaved, layer.activation)
     assert kinds == (False, False, None, False, "silu")
+    assert layer.residual_multiplier == 1
     if TARGET_CONFIGS[name].layer.latent is None:
         assert layer.kv_cache == TARGET_CONFIGS[name].layer.kv_cache
     assert layer.kv_cache.value_dim == layer.head_dim

@@ -33,7 +33,7 @@ def assert_same(found: TargetStates, expected: TargetStates, batch: PackedBatch)
         )
 
 
-@pytest.mark.parametrize("name", ["llama3-tied", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3-tied", "mistral", "qwen2", "qwen3", "granite"])
 def test_both_backends_give_the_same_states(name: str, tmp_path: Path) -> None:
     save_target(make_target(TARGET_CONFIGS[name]), tmp_path / "target")
     section = TargetSection(path=str(tmp_path / "target"))
@@ -166,9 +166,11 @@ def test_soft_capped_logits_are_refused(tmp_path: Path) -> None:
 
 
 def test_scaled_logits_are_part_of_the_head(tmp_path: Path) -> None:
-    capture = open_target(save_foreign(FOREIGN["granite"], tmp_path), "cpu")
-    assert isinstance(capture, TransformersCapture)
-    torch.testing.assert_close(capture.ends.head_weight, capture.model.lm_head.weight / 4.0, atol=1e-5, rtol=1e-4)
+    section = save_foreign(FOREIGN["granite"], tmp_path)
+    for backend, kind in (("fledge", FledgeCapture), ("transformers", TransformersCapture)):
+        capture = open_target(replace(section, backend=backend), "cpu")
+        assert isinstance(capture, kind)
+        torch.testing.assert_close(capture.ends.head_weight, capture.model.lm_head.weight / 4.0, atol=1e-5, rtol=1e-4)
 
 
 def test_a_foreign_family_is_not_ours(tmp_path: Path) -> None:

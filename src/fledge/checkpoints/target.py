@@ -279,7 +279,9 @@ def save_target(model: TargetModel, directory: Path) -> None:
         del tensors["lm_head.weight"]
     fields = hf_config(model.config, str(next(model.parameters()).dtype))
     tensors = {family.stored_name(name): tensor for name, tensor in tensors.items()}
-    tensors = {name: tensor[None] if name.endswith(family.stored_as_row) else tensor for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor[None] if name.endswith(family.stored_as_row) else tensor for name, tensor in tensors.items()
+    }
     if family.stacks_experts:
         tensors = stack_experts(tensors, family.interleaves_gate)
     write_model(directory, tensors, {"config.json": fields})

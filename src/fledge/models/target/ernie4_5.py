@@ -23,6 +23,12 @@ FAMILY = Family(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     layer=layer,
-    defaults={"rope_theta": 500_000.0, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+    defaults={
+        "rope_theta": 500_000.0,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
     extra_fields=extra_fields,
 )

@@ -272,6 +272,22 @@ TARGET_CONFIGS = {
         tied_head=True,
         embedding_scale=32**0.5,
     ),
+    "gemma2": replace(
+        TINY_TARGET,
+        family="gemma2",
+        layer=replace(
+            TINY_LAYER,
+            norm_placement="both",
+            norm_offset=True,
+            activation="gelu_pytorch_tanh",
+            attention_scale=5**-0.5,
+            softcap=1.5,
+        ),
+        sliding_windows=(5, None) * 4,
+        tied_head=True,
+        embedding_scale=32**0.5,
+        logits_softcap=4.0,
+    ),
     "gpt-oss": replace(
         TINY_TARGET,
         family="gpt_oss",

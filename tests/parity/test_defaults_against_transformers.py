@@ -42,8 +42,8 @@ def defaults_of(config_class: type[Any]) -> Iterator[tuple[str, Any]]:
 def test_what_is_left_out_is_the_default_or_asked_for(model_type: str, name: str, has_windows: bool) -> None:
     family = TARGET_CONFIGS[name].family
     architecture = getattr(transformers, FAMILIES[family].architecture)
-    mapping = transformers.CONFIG_MAPPING  # that has no kimi_k2
-    known = mapping[model_type] if model_type in mapping else architecture.config_class
+    is_known = model_type in transformers.CONFIG_MAPPING  # kimi_k2 is not
+    known = transformers.CONFIG_MAPPING[model_type] if is_known else architecture.config_class
     # A rope that is scaled or not at all; what transformers takes one for that is not named: below.
     values = {"rope_scaling": {"rope_type": "default"}, **hf_config(TARGET_CONFIGS[name], "torch.float32")}
     values |= {"model_type": model_type, **({"use_sliding_window": True} if has_windows else {})}

@@ -284,7 +284,16 @@ def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
 
 
 _KINDS = (
-    *("latent", "experts", "norm_placement", "norm_offset", "activation", "attention_scale", "residual_multiplier"),
+    *(
+        "latent",
+        "experts",
+        "norm_placement",
+        "norm_offset",
+        "activation",
+        "attention_scale",
+        "softcap",
+        "residual_multiplier",
+    ),
     *("sinks", "qk_norm_whole", "rotated_norm", "temperature", "chunked"),
 )
 _ORDINARY_ROPE = (("partial_factor", 1.0), ("interleaved", False))

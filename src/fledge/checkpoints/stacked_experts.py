@@ -4,8 +4,8 @@ stored      experts.gate_up_proj [experts, in, out], experts.gate_up_proj_bias [
             gpt-oss has gate and up in turns; what transformers 5 writes of others (Qwen3-VL-MoE) is [experts, out, in]
 here        experts.3.gate_up_proj.weight [out, in], experts.3.gate_up_proj.bias [out]; all of gate before up
 
-In MXFP4 there are `_blocks` and `_scales` in place of the matrix, [experts, out, ...]. A vector stored as the one row of
-a matrix, as ERNIE has what corrects its router, is a vector here.
+In MXFP4 there are `_blocks` and `_scales` in place of the matrix, [experts, out, ...]. A vector that is stored as
+the one row of a matrix, as what corrects ERNIE's router, is a vector here.
 """
 
 import re

@@ -41,8 +41,8 @@ class Routing:
     """How logits become a choice of experts.
 
     Of `n_group` groups of neighbouring experts only those of the best `topk_group` are looked at. The `shared` experts,
-    with numbers after all others, follow those chosen for every row, with a weight of 1. `corrected_softmax`: scores are
-    a softmax where there is a bias, too; no kernel knows that, so `route` is torch then, on a GPU as well.
+    with numbers after all others, follow those chosen for every row, with a weight of 1. `corrected_softmax`: scores
+    are a softmax where there is a bias, too; no kernel knows that, so `route` is torch then, on a GPU as well.
     """
 
     chosen: int

@@ -139,6 +139,7 @@ class LayerConfig:
     norm_offset: bool = False  # norms multiply by 1 + weight (Gemma)
     activation: Activation = "silu"
     attention_scale: float | None = None  # on scores; None: one by the root of `head_dim`
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap) (Gemma 2)
     residual_multiplier: float = 1.0  # on what attention and MLP add to the residual stream (Granite)
     sinks: bool = False  # every head has a learnt score that takes part in the softmax and adds nothing (gpt-oss)
     qk_norm: bool = False  # RMSNorm on queries and keys: on every head (Qwen3) or
@@ -176,6 +177,7 @@ class LayerConfig:
             norm_offset=False,
             activation="silu",
             attention_scale=None,
+            softcap=None,
             residual_multiplier=1.0,
             sinks=False,
             qk_norm=self.qk_norm and not self.qk_norm_whole,

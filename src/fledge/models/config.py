@@ -25,6 +25,7 @@ class TargetConfig:
     logits_scaling: float = (
         1.0  # logits are divided by it (Granite); those of drafters too that have no head of their own
     )
+    logits_softcap: float | None = None  # then become softcap * tanh(logit / softcap) (Gemma 2)
     dtype: str = "float32"  # as stored
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

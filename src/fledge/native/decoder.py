@@ -70,6 +70,7 @@ def _lower_layer(layer: nn.Module) -> Any:
         or config.qk_norm_whole
         or config.norm_offset
         or config.sinks
+        or config.softcap is not None
         or config.rope.interleaved
         or config.rotated_norm
         or config.temperature is not None

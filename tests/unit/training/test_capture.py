@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GPT2Config, GPTNeoXConfig, GraniteConfig
 
-from fledge.checkpoints.target import describe_quantization, rope_of_any, save_target
+from fledge.checkpoints.target import describe_quantization, load_target, rope_of_any, save_target
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target.decoder import TargetStates
-from fledge.training.capture import FledgeCapture, TransformersCapture, open_target, target_config
+from fledge.training.capture import FledgeCapture, TargetEnds, TransformersCapture, open_target, target_config
 from fledge.training.data.examples import PackedBatch
 from fledge.training.recipe import TargetSection
 from tests.fit_cases import TARGET, packed
@@ -160,9 +160,12 @@ def test_soft_capped_logits_are_refused(tmp_path: Path) -> None:
         **SHAPE, num_key_value_heads=1, head_dim=16, intermediate_size=48, final_logit_softcapping=2.0
     )
     section = save_foreign(config, tmp_path)
-    with pytest.raises(CheckpointError, match=r"not a linear function .* \(final_logit_softcapping 2.0\)") as error:
-        open_target(section, "cpu")
-    assert "\n" not in str(error.value)
+    for backend in ("fledge", "transformers"):
+        with pytest.raises(CheckpointError, match=r"not a linear function .* \(final_logit_softcapping 2.0\)") as error:
+            open_target(replace(section, backend=backend), "cpu")
+        assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError, match="not a linear function"):  # as captured from vLLM
+        TargetEnds.of(load_target(tmp_path, ends_only=True))
 
 
 def test_scaled_logits_are_part_of_the_head(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""auto-round, as Intel's tool writes it for vLLM and transformers: the words of GPTQ or of AWQ, as `packing_format` says.
+"""auto-round, as Intel's tool writes it for vLLM and transformers: words of GPTQ or AWQ, as `packing_format` says.
 
 `extra_config` has bits and groups of single linears, by their names, the ends of these, or regular expressions.
 """

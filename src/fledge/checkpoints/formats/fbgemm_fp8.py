@@ -1,4 +1,4 @@
-"""FBGEMM's FP8, as Meta and transformers write it: a scale for each row, and one for each token of what it is multiplied with.
+"""FBGEMM's FP8, as Meta and transformers write it: a scale for each row, and activations by token.
 
 There, scales of tokens have an upper bound (`activation_scale_ub`, 1,200 in the published ones), which cuts off what is
 larger; here they have none.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fledge.errors import CheckpointError
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.block import DecoderLayer
 from fledge.layers.linear import Linear, norm_of
@@ -68,11 +69,19 @@ class TargetModel(nn.Module):
 
     @property
     def logits_weight(self) -> Tensor:
-        """[vocab, hidden]: logits are its product with `TargetStates.final`."""
+        """[vocab, hidden]: logits are its product with `TargetStates.final`. Raises where they are capped."""
+        if (cap := self.config.logits_softcap) is not None:
+            what = f"its logits are not a linear function of its final hidden state (final_logit_softcapping {cap})"
+            cannot = "such a target cannot teach a drafter here, nor be probed through vLLM"
+            raise CheckpointError(f"{self.config.family}: {what}; {cannot}")
         scaling = self.config.logits_scaling
         return self.lm_head.weight if scaling == 1 else self.lm_head.weight / scaling
 
     def logits(self, final: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, vocab]."""
         out: Tensor = self.lm_head(final)
-        return out if self.config.logits_scaling == 1 else out / self.config.logits_scaling
+        if self.config.logits_scaling != 1:
+            out = out / self.config.logits_scaling
+        if (cap := self.config.logits_softcap) is not None:
+            out = torch.tanh(out / cap) * cap
+        return out

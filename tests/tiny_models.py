@@ -134,6 +134,11 @@ _ERNIE_MOE_LAYER = replace(
     experts=replace(_EXPERTS, intermediate_size=20, num_experts_per_token=3, shared_size=40, corrected_choice=True),
 )
 
+_EXAONE4_LAYER = replace(TINY_LAYER, norm_placement="post", qk_norm=True, rope=_LLAMA3_ROPE)
+_DOTS1_LAYER = replace(
+    TINY_LAYER, qk_norm=True, experts=replace(_EXPERTS, intermediate_size=20, shared_size=40, scoring_func="sigmoid")
+)
+
 # Every second layer has experts, every fourth does not rotate. Rotations are scaled or not, none blended, as in Scout.
 _LLAMA4_LAYER = replace(
     TINY_LAYER,
@@ -356,6 +361,26 @@ TARGET_CONFIGS = {
         family="ernie4_5_moe",
         layer=_ERNIE_MOE_LAYER,
         layers=tuple(_ERNIE_MOE_LAYER if i in (1, 3, 5) else replace(_ERNIE_MOE_LAYER, experts=None) for i in range(8)),
+    ),
+    "exaone4": replace(
+        TINY_TARGET,
+        family="exaone4",
+        layer=_EXAONE4_LAYER,
+        layers=(*[_EXAONE4_LAYER] * 3, replace(_EXAONE4_LAYER, rope=replace(_LLAMA3_ROPE, partial_factor=0.0))) * 2,
+        sliding_windows=(6, 6, 6, None) * 2,
+    ),
+    "exaone4-no-window": replace(TINY_TARGET, family="exaone4", layer=_EXAONE4_LAYER, tied_head=True),
+    "olmoe": replace(
+        TINY_TARGET,
+        family="olmoe",
+        layer=replace(TINY_LAYER, qk_norm=True, qk_norm_whole=True, experts=replace(_EXPERTS, normalised=False)),
+    ),
+    "dots1": replace(
+        TINY_TARGET,
+        family="dots1",
+        layer=_DOTS1_LAYER,
+        layers=(replace(_DOTS1_LAYER, experts=None), *[_DOTS1_LAYER] * 7),
+        sliding_windows=(None,) * 5 + (6,) * 3,
     ),
     "llama-linear-rope": replace(
         TINY_TARGET, layer=replace(TINY_LAYER, rope=RopeConfig(type="linear", factor=2.0, theta=20000.0))

@@ -81,6 +81,7 @@ LONG_ASKS = [greedy(prompt, max_tokens=25) for prompt in PROMPTS]
 NOT_LOWERED = ("mixtral", "qwen3-moe", "olmo2", "gemma3", "gpt-oss", "glm", "glm4", "glm4-moe", "qwen2-moe")
 NOT_LOWERED += ("olmo3", "minimax-m2", "glm4-moe-lite", "ministral3")
 NOT_LOWERED += ("deepseek-v2", "deepseek-v3", "kimi-k2", "llama4", "ernie4.5", "ernie4.5-moe", "gemma2")
+NOT_LOWERED += ("exaone4", "exaone4-no-window", "olmoe", "dots1")
 
 
 @pytest.mark.parametrize("name", TARGET_CONFIGS)

@@ -106,6 +106,22 @@ def test_every_drafter_drafts_as_by_torch(name: str, without_native: Callable[[]
     assert found == watched(make_engine(TINY_TARGET, DRAFTERS[name]), ASKS)
 
 
+def test_a_head_that_is_the_targets_has_its_factor(without_native: Callable[[], None]) -> None:
+    """Granite's. The C drafter knows of none, and so is not there."""
+    config = TARGET_CONFIGS["granite"]
+    native = make_engine(config, drafter_configs(config)["eagle1"])
+    target, drafter = native.runner.state.target, native.runner.state.drafter
+    assert isinstance(target, NativeTarget)
+    assert drafter is not None
+    assert not isinstance(drafter, NativeDrafter)
+    states = torch.randn(3, config.hidden_size)
+    torch.testing.assert_close(drafter.logits(states), target.logits(states))
+    torch.testing.assert_close(target.logits(states), target.lm_head(states) / config.logits_scaling)
+    found = watched(native, ASKS)
+    without_native()
+    assert found == watched(make_engine(config, drafter_configs(config)["eagle1"]), ASKS)
+
+
 @pytest.mark.parametrize("settings", [{"tree": TREE}, {"sample_drafts": True}, {"max_num_batched_tokens": 10}])
 def test_trees_samples_and_chunks_are_as_by_torch(settings: dict[str, object], without_native: Callable) -> None:
     asks = [*ASKS[:2], *(sampled(prompt, max_tokens=12, seed=i) for i, prompt in enumerate(PROMPTS[2:]))]

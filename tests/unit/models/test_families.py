@@ -297,6 +297,16 @@ def test_what_published_configs_of_other_families_say() -> None:
     assert read(lite, first_k_dense_replace=None, mlp_layer_types=kinds) == lite
 
 
+@pytest.mark.parametrize("kind", ["yarn", "longrope", "linear"])
+def test_layers_that_do_not_rotate_know_of_no_scaling(kind: str) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    config = read(TARGET_CONFIGS["smollm3"], rope_scaling={**scaling, **factors})
+    frequencies, magnitude = inverse_frequencies(config.layer_at(3).rope, config.layer.head_dim)
+    assert (len(frequencies), magnitude) == (0, 1.0)
+    make_target(config)
+
+
 def test_what_published_configs_of_granite_smollm3_ernie_and_exaone_say(tmp_path: Path) -> None:
     """Fields by the names in which they were published, and layers that predict further tokens left in the file."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4}

@@ -107,6 +107,10 @@ def _gptq(matrix: Tensor, bits: int, less: int, ordered: bool) -> Stored:
     return tensors | {"scales": scales.t(), "g_idx": torch.from_numpy(groups.astype(np.int32))}, meant
 
 
+def _without_order(stored: Stored) -> Stored:
+    return {kind: tensor for kind, tensor in stored[0].items() if kind != "g_idx"}, stored[1]
+
+
 def _shuffled_groups(columns: int, group: int) -> np.ndarray:
     return np.random.default_rng(columns).permutation(np.arange(columns) // group)
 
@@ -178,6 +182,22 @@ def _ints(**weights: Any) -> dict[str, Any]:
 _GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": False, "sym": False}
 _GROUPS = {"strategy": "group", "group_size": GROUP}
 
+_AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False, "data_type": "int"}
+
+
+def _quark(weight: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    numbers = {"dtype": "fp8_e4m3", "is_dynamic": False, "symmetric": True, "group_size": None}
+    said = {"weight": numbers | weight, "input_tensors": numbers | inputs, "output_tensors": None, "bias": None}
+    return {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": [], "pack_method": "reorder"},
+        "exclude": ["lm_head"],
+        "global_quant_config": said,
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+    }
+
+
 FORMATS = {
     "ct-fp8-tensor": Format(
         _compressed("float-quantized", strategy="tensor"), lambda w: _fp8(w, *w.shape, "weight_scale", shape=(1,))
@@ -243,6 +263,34 @@ FORMATS = {
         {**_GPTQ, "bits": 8, "checkpoint_format": "gptq_v2"}, lambda w: _gptq(w, 8, 0, ordered=False)
     ),
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
+    "auto-round": Format(
+        {**_AUTO_ROUND, "packing_format": "auto_round:auto_gptq"},
+        lambda w: _without_order(_gptq(w, 4, 1, ordered=False)),
+    ),
+    "auto-round-int8": Format(  # of all linears but one, by two ways to name some
+        {
+            **_AUTO_ROUND,
+            "quant_method": "auto_round",
+            "extra_config": {r"layers\.\d+\..*": {"bits": 8}, "lm_head": {"bits": 16}},
+        },
+        lambda w: _without_order(_gptq(w, 8, 1, ordered=False)),
+    ),
+    "auto-round-awq": Format({**_AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, _awq),
+    "fbgemm-fp8": Format(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        lambda w: _fp8(w, 1, w.shape[1], "weight_scale"),
+        _by_token,
+    ),
+    "quark-tensor": Format(
+        _quark({"qscheme": "per_tensor"}, {"qscheme": "per_tensor"}),
+        lambda w: _with_input_scale(_fp8(w, *w.shape, "weight_scale", shape=())),
+        _by_tensor,
+    ),
+    "quark-channel": Format(
+        _quark({"qscheme": "per_channel", "ch_axis": 0}, {"qscheme": "per_channel", "is_dynamic": True}),
+        lambda w: _fp8(w, 1, w.shape[1], "weight_scale", shape=(-1,)),
+        _by_token,
+    ),
     "modelopt-fp8": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head*"]},
         lambda w: _with_input_scale(_fp8(w, *w.shape, "weight_scale", shape=())),

@@ -56,7 +56,7 @@ _GEMMA3_LAYER = replace(
     norm_placement="both",
     norm_offset=True,
     activation="gelu_pytorch_tanh",
-    query_scalar=20,
+    attention_scale=20**-0.5,
     rope=RopeConfig(theta=1e6, type="linear", factor=4.0),
 )
 _GEMMA3_LOCAL = replace(_GEMMA3_LAYER, rope=RopeConfig(theta=5000.0))
@@ -124,6 +124,19 @@ _OLMO3_LAYER = replace(
     qk_norm=True,
     qk_norm_whole=True,
     rope=replace(_YARN_ROPE, theta=500000.0, mscale=None, mscale_all_dim=None, attention_factor=1.2),
+)
+
+_SMOLLM3_LAYER = replace(TINY_LAYER, rope=RopeConfig(theta=2e6), qkv_bias=True, output_bias=True, mlp_bias=True)
+_SMOLLM3_STILL = replace(_SMOLLM3_LAYER, rope=RopeConfig(theta=2e6, partial_factor=0.0))
+_ERNIE_LAYER = replace(TINY_LAYER, rope=RopeConfig(theta=5e5, interleaved=True))
+_ERNIE_MOE_LAYER = replace(
+    _ERNIE_LAYER,
+    experts=replace(_EXPERTS, intermediate_size=20, num_experts_per_token=3, shared_size=40, corrected_choice=True),
+)
+
+_EXAONE4_LAYER = replace(TINY_LAYER, norm_placement="post", qk_norm=True, rope=_LLAMA3_ROPE)
+_DOTS1_LAYER = replace(
+    TINY_LAYER, qk_norm=True, experts=replace(_EXPERTS, intermediate_size=20, shared_size=40, scoring_func="sigmoid")
 )
 
 # Every second layer has experts, every fourth does not rotate. Rotations are scaled or not, none blended, as in Scout.
@@ -264,6 +277,22 @@ TARGET_CONFIGS = {
         tied_head=True,
         embedding_scale=32**0.5,
     ),
+    "gemma2": replace(
+        TINY_TARGET,
+        family="gemma2",
+        layer=replace(
+            TINY_LAYER,
+            norm_placement="both",
+            norm_offset=True,
+            activation="gelu_pytorch_tanh",
+            attention_scale=5**-0.5,
+            softcap=1.5,
+        ),
+        sliding_windows=(5, None) * 4,
+        tied_head=True,
+        embedding_scale=32**0.5,
+        logits_softcap=4.0,
+    ),
     "gpt-oss": replace(
         TINY_TARGET,
         family="gpt_oss",
@@ -291,6 +320,67 @@ TARGET_CONFIGS = {
         layer=_QWEN2_MOE_LAYER,
         layers=(replace(_QWEN2_MOE_LAYER, experts=None), *[_QWEN2_MOE_LAYER] * 7),
         sliding_windows=(7, None) * 4,
+    ),
+    "granite": replace(
+        TINY_TARGET,
+        family="granite",
+        layer=replace(
+            TINY_LAYER,
+            attention_scale=0.21,
+            residual_multiplier=0.37,
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+        ),
+        tied_head=True,
+        embedding_scale=3.0,
+        logits_scaling=2.5,
+    ),
+    "smollm3": replace(
+        TINY_TARGET,
+        family="smollm3",
+        layer=_SMOLLM3_LAYER,
+        layers=(*[_SMOLLM3_LAYER] * 3, _SMOLLM3_STILL) * 2,
+        tied_head=True,
+    ),
+    "smollm3-window": replace(
+        TINY_TARGET,
+        family="smollm3",
+        layer=_SMOLLM3_LAYER,
+        layers=(_SMOLLM3_STILL, *[_SMOLLM3_LAYER] * 3) * 2,
+        sliding_windows=(5, None, None, None) * 2,
+    ),
+    "ernie4.5": replace(
+        TINY_TARGET,
+        family="ernie4_5",
+        layer=replace(_ERNIE_LAYER, head_dim=16, qkv_bias=True, output_bias=True, mlp_bias=True),
+        tied_head=True,
+    ),
+    "ernie4.5-moe": replace(
+        TINY_TARGET,
+        family="ernie4_5_moe",
+        layer=_ERNIE_MOE_LAYER,
+        layers=tuple(_ERNIE_MOE_LAYER if i in (1, 3, 5) else replace(_ERNIE_MOE_LAYER, experts=None) for i in range(8)),
+    ),
+    "exaone4": replace(
+        TINY_TARGET,
+        family="exaone4",
+        layer=_EXAONE4_LAYER,
+        layers=(*[_EXAONE4_LAYER] * 3, replace(_EXAONE4_LAYER, rope=replace(_LLAMA3_ROPE, partial_factor=0.0))) * 2,
+        sliding_windows=(6, 6, 6, None) * 2,
+    ),
+    "exaone4-no-window": replace(TINY_TARGET, family="exaone4", layer=_EXAONE4_LAYER, tied_head=True),
+    "olmoe": replace(
+        TINY_TARGET,
+        family="olmoe",
+        layer=replace(TINY_LAYER, qk_norm=True, qk_norm_whole=True, experts=replace(_EXPERTS, normalised=False)),
+    ),
+    "dots1": replace(
+        TINY_TARGET,
+        family="dots1",
+        layer=_DOTS1_LAYER,
+        layers=(replace(_DOTS1_LAYER, experts=None), *[_DOTS1_LAYER] * 7),
+        sliding_windows=(None,) * 5 + (6,) * 3,
     ),
     "llama-linear-rope": replace(
         TINY_TARGET, layer=replace(TINY_LAYER, rope=RopeConfig(type="linear", factor=2.0, theta=20000.0))

@@ -257,6 +257,8 @@ def describe_target(config: TargetConfig, files: TensorFiles, reason: str | None
     summary = None if reason is not None else summarize_target_weights(files)
     layer = _describe_layer(config.layer)
     verbs: tuple[str, ...] = (*_ENGINE_VERBS, *_ANY_VERBS)
+    if config.logits_softcap is not None:  # a teacher's logits are a product
+        verbs = tuple(verb for verb in verbs if verb != "train")
     if reason is not None:
         layer = {field: layer[field] for field in ("hidden_size", "rope")}
         verbs = _ANY_VERBS if config.family in FAMILIES else ("train", *_ANY_VERBS)  # through transformers
@@ -284,8 +286,17 @@ def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
 
 
 _KINDS = (
-    *("latent", "experts", "norm_placement", "norm_offset", "activation", "query_scalar", "sinks"),
-    *("qk_norm_whole", "rotated_norm", "temperature", "chunked"),
+    *(
+        "latent",
+        "experts",
+        "norm_placement",
+        "norm_offset",
+        "activation",
+        "attention_scale",
+        "softcap",
+        "residual_multiplier",
+    ),
+    *("sinks", "qk_norm_whole", "rotated_norm", "temperature", "chunked"),
 )
 _ORDINARY_ROPE = (("partial_factor", 1.0), ("interleaved", False))
 

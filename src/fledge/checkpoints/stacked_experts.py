@@ -4,11 +4,13 @@ stored      experts.gate_up_proj [experts, in, out], experts.gate_up_proj_bias [
             gpt-oss has gate and up in turns; what transformers 5 writes of others (Qwen3-VL-MoE) is [experts, out, in]
 here        experts.3.gate_up_proj.weight [out, in], experts.3.gate_up_proj.bias [out]; all of gate before up
 
-In MXFP4 there are `_blocks` and `_scales` in place of the matrix, [experts, out, ...].
+In MXFP4 there are `_blocks` and `_scales` in place of the matrix, [experts, out, ...]. A vector that is stored as
+the one row of a matrix, as what corrects ERNIE's router, is a vector here.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,11 +23,13 @@ _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(weight|b
 
 
 class StackedExpertFiles(TensorFiles):
-    """`TensorFiles` in which every expert has tensors of its own."""
+    """`TensorFiles` in which every expert has tensors of its own. Names of `rows` end so."""
 
-    def __init__(self, directory: Path, interleaves_gate: bool) -> None:
+    def __init__(self, directory: Path, *, interleaves_gate: bool = False, rows: tuple[str, ...] = ()) -> None:
         super().__init__(directory)
         self._interleaves_gate = interleaves_gate
+        self._rows = {name for name, info in self.infos.items() if name.endswith(rows) and info.shape[:-1] == (1,)}
+        self.infos |= {name: replace(self.infos[name], shape=self.infos[name].shape[1:]) for name in self._rows}
         self._places: dict[str, tuple[str, int]] = {}
         self._are_rows = {
             match[1]: _are_rows(info.shape, self.infos[f"{match[1]}.down_proj"].shape)
@@ -51,7 +55,7 @@ class StackedExpertFiles(TensorFiles):
 
     def read(self, name: str) -> Tensor:
         if name not in self._places:
-            return super().read(name)
+            return super().read(name)[0] if name in self._rows else super().read(name)
         stored, i = self._places[name]
         rows = self._read(self.infos[name].file, stored)[i]
         if name.endswith(".weight") and not self._are_rows.get(stored.rpartition(".")[0], False):

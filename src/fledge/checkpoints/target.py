@@ -209,7 +209,7 @@ def load_target(
     # Layers that predict further tokens are drafters of another kind, behind the last layer.
     further = max(fields.integer(field, 0, minimum=0) for field in ("num_nextn_predict_layers", "num_mtp_modules"))
     extra = range(config.num_layers, config.num_layers + further)
-    ignored = ("layers.",) if ends_only else tuple(f"layers.{i}." for i in extra)
+    ignored = (*family.ignores, *(["layers."] if ends_only else (f"layers.{i}." for i in extra)))
     names = {name: stored for name, stored in names.items() if not name.startswith(ignored)}
     if config.tied_head:
         names.pop("lm_head.weight", None)
@@ -227,9 +227,11 @@ def load_target(
 
 
 def target_files(directory: Path, family: str) -> StackedExpertFiles:
-    """The tensors of a target, with those of each expert apart."""
+    """The tensors of a target, with those of each expert apart, and vectors that are stored as such."""
     known = FAMILIES.get(family)
-    return StackedExpertFiles(directory, known is not None and known.interleaves_gate)
+    if known is None:
+        return StackedExpertFiles(directory)
+    return StackedExpertFiles(directory, interleaves_gate=known.interleaves_gate, rows=known.stored_as_row)
 
 
 def summarize_target_weights(files: TensorFiles) -> WeightSummary | None:
@@ -277,6 +279,9 @@ def save_target(model: TargetModel, directory: Path) -> None:
         del tensors["lm_head.weight"]
     fields = hf_config(model.config, str(next(model.parameters()).dtype))
     tensors = {family.stored_name(name): tensor for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor[None] if name.endswith(family.stored_as_row) else tensor for name, tensor in tensors.items()
+    }
     if family.stacks_experts:
         tensors = stack_experts(tensors, family.interleaves_gate)
     write_model(directory, tensors, {"config.json": fields})

@@ -258,7 +258,7 @@ class VllmSource:
             norm = copy.deepcopy(ends.norm)
             self._reader = StateReader(files, lambda ids: hosts.write_states(layers.key, ids), norm=norm)
             self._answers = servers.VllmAnswers(hosts, stop_ids(self._directory), concurrency=CONCURRENCY)
-            servers.check_serves(hosts, self._reader, ends.lm_head.weight)
+            servers.check_serves(hosts, self._reader, ends.logits_weight)
             self._ends = ends.to(device=self._device, dtype=self._dtype)
             self.set_drafter(drafter)
         except BaseException:

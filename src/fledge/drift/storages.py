@@ -63,9 +63,17 @@ class CausalPass:
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         query, *sides = heads.finished()
         rows = self._rows or Rows([len(query)], query.device)
-        window, chunked = spec.sliding_window, spec.chunked
         batch = [rows.pad(x) for x in (query, *sides)]
-        return rows.flat(causal_attention(*batch, scale=spec.scale, window=window, chunked=chunked, sinks=heads.sinks))
+        return rows.flat(
+            causal_attention(
+                *batch,
+                scale=spec.scale,
+                window=spec.sliding_window,
+                chunked=spec.chunked,
+                sinks=heads.sinks,
+                softcap=spec.softcap,
+            )
+        )
 
 
 class Rounds:
@@ -261,18 +269,19 @@ def causal_attention(
     window: int | None = None,
     chunked: bool = False,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of whole sequences: query [sequences, n, heads, head_dim], key and value [.., kv_heads, dim].
 
     Padding is at the end of a sequence, where its own rows do not see it. `window`, `chunked` and `sinks` [heads] are
-    those of `paged_attention`.
+    those of `paged_attention`, `softcap` that of `masked_attention`.
     """
     group, rows = query.shape[2] // key.shape[2], query.shape[1]
     # Keys and values are repeated, because not every memory-efficient backend supports grouped heads.
     query = query.transpose(1, 2)
     key, value = (side.repeat_interleave(group, dim=2).transpose(1, 2) for side in (key, value))
     window = rows if window is None else window
-    if window >= rows and sinks is None:
+    if window >= rows and sinks is None and softcap is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
     parts = []
     for low in range(0, rows, _WINDOW_CHUNK):
@@ -281,5 +290,6 @@ def causal_attention(
         distance = places[low - start :, None] - places
         visible = (distance >= 0) & (distance < window_at(places[low - start :, None], window, chunked))
         queries, keys, values = query[:, :, low:high], key[:, :, start:high], value[:, :, start:high]
-        parts.append(masked_attention(queries, keys, values, visible, scale, None if sinks is None else sinks[:, None]))
+        own = None if sinks is None else sinks[:, None]
+        parts.append(masked_attention(queries, keys, values, visible, scale, own, softcap))
     return torch.cat(parts, dim=2).transpose(1, 2)

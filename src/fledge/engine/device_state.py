@@ -32,6 +32,7 @@ from fledge.kernels.round_ends import OpenedRound
 from fledge.layers.block import attentions
 from fledge.layers.linear import compute_weight
 from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
+from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 from fledge.progress import timed
@@ -53,6 +54,7 @@ class DeviceState:
     def __init__(self, config: EngineConfig, target: TargetModel, drafter: Drafter | None) -> None:
         """Allocate all of it. The config says how long a sequence may be."""
         assert config.max_model_len is not None
+        check_runs_on(target.config, compute_weight(target).device)
         set_batch_invariant(target, config.batch_invariant, drafts_trees=config.drafts_trees)
         self.target, self.drafter = target, drafter
         self.device = compute_weight(target).device
@@ -300,6 +302,15 @@ class DeviceState:
             dtype=_kv_dtype(config, model),
             device=self.device,
             batch_invariant=batch_invariant,
+        )
+
+
+def check_runs_on(target: TargetConfig, device: torch.device) -> None:
+    """Refuse, in one line, a target that has what the kernels for GPUs have not."""
+    if device.type == "cuda" and any(target.layer_at(i).softcap is not None for i in range(target.num_layers)):
+        raise ConfigError(
+            f"device: {target.family} caps its attention scores (attn_logit_softcapping), and no kernel for GPUs here "
+            "does; --device cpu runs it, --engine vllm serves it"
         )
 
 

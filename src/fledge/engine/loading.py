@@ -12,10 +12,11 @@ import torch
 from rich.console import Console
 from rich.progress import Progress as Bars
 
-from fledge.checkpoints.target import load_target
+from fledge.checkpoints.target import load_target, read_target_config
 from fledge.devices import choose_device, choose_dtype
 from fledge.engine.config import FP8_CACHE_DTYPES, EngineConfig
 from fledge.engine.cost_cache import CostCache
+from fledge.engine.device_state import check_runs_on
 from fledge.engine.engine import LLMEngine
 from fledge.engine.swap import load_for
 from fledge.errors import ConfigError
@@ -55,6 +56,7 @@ def begin_device(name: str) -> None:
 def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
     """Load a target for our engine, on the device and in the dtype that the config says."""
     device = choose_device(config.device)
+    check_runs_on(read_target_config(directory), device)
     # 16 bits are slow on a CPU. The drafter follows the target in dtype and device.
     dtype = choose_dtype(config.dtype) or (torch.float32 if device.type == "cpu" else None)
     rounded = None

@@ -196,12 +196,14 @@ def attend_blocks(
     sinks: Tensor | None = None,
     read: ReadRows | None = None,
     kv_scales: Scales = (1.0, 1.0),
+    softcap: float | None = None,
 ) -> Tensor:
     """Gather the rows in `blocks` [batch, n] side by side and attend to those in `mask`, [batch, rows, keys].
 
     The heads that share a KV head become rows beside the queries, [queries * group], in the mask too unless it has one
     for each query: keys are never repeated. `read` makes keys and values, [batch, keys, kv_heads, dim] each, of what
-    both caches have there, if these are none yet. `kv_scales` are those of FP8 caches.
+    both caches have there, if these are none yet. `kv_scales` are those of FP8 caches. `softcap` as in
+    `masked_attention`.
     """
     batch, queries, heads, head_dim = query.shape
     length = blocks.shape[1] * key_cache.shape[1]
@@ -219,25 +221,46 @@ def attend_blocks(
     packed = query.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
     if sinks is not None:
         sinks = sinks.view(kv_heads, 1, group).expand(-1, queries, -1).flatten(1)  # [kv_heads, rows]
-    mixed = masked_attention(packed, keys, values, mask[:, None], scale, sinks)
+    mixed = masked_attention(packed, keys, values, mask[:, None], scale, sinks, softcap)
     out: Tensor = mixed.unflatten(2, (queries, group)).permute(0, 2, 1, 3, 4).reshape(batch, queries, heads, -1)
     return out
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, sinks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of query [..., rows, dim] to the keys that are `visible`, bool [..., rows, keys].
 
     `sinks` [heads, rows or 1] are scores of one more key, of which nothing comes. That key is there: its score is a
-    product, as the others are, of one more dimension, which it alone has.
+    product, as the others are, of one more dimension, which it alone has. With a `softcap` scores become
+    softcap * tanh(score / softcap), of which no kernel knows.
     """
+    if softcap is not None:
+        assert sinks is None
+        return _capped_attention(query, key, value, visible, scale, softcap)
     if sinks is not None:
         query = torch.cat([query, (sinks / scale).to(query.dtype)[..., None].expand_as(query[..., :1])], dim=-1)
         key, value, visible = F.pad(key, (0, 1, 1, 0)), F.pad(value, (0, 0, 1, 0)), F.pad(visible, (1, 0), value=True)
         key[..., 0, -1] = 1
     grouped = query.shape[-3] != key.shape[-3]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float
+) -> Tensor:
+    group = query.shape[-3] // key.shape[-3]
+    wide, keys, values = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
+    keys, values = (x.repeat_interleave(group, dim=-3) for x in (keys, values))
+    scores = torch.tanh(wide @ keys.mT * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1)
+    return (weights.masked_fill(~visible, 0) @ values).to(query.dtype)  # nothing, where nothing is visible
 
 
 def visible_keys(

@@ -32,6 +32,7 @@ def paged_prefill_attention(
     sinks: Tensor | None = None,
     kv_scales: Scales = (1.0, 1.0),
     read: ReadRows | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the attention [tokens, heads, head_dim] of chunks whose keys and values are stored already.
 
@@ -43,12 +44,14 @@ def paged_prefill_attention(
     belong to no chunk get zeros.
     `sinks` [heads] are scores of something that every token sees and that adds nothing. Where the value cache has no
     width, keys are values too; without Triton `read` says how, as in `attend_blocks`. Caches have the dtype of the
-    query, or are FP8 with these `kv_scales`.
+    query, or are FP8 with these `kv_scales`. `softcap` is not in the kernel: without Triton it is as in
+    `masked_attention`.
     """
     if not runs_triton(query, key_cache, value_cache):
         chunks = (block_tables, query_starts, context_lens)
         window = (sliding_window, chunked)
-        return _attend_chunks(query, key_cache, value_cache, chunks, scale, window, (sinks, read, kv_scales))
+        return _attend_chunks(query, key_cache, value_cache, chunks, scale, window, (sinks, read, kv_scales, softcap))
+    assert softcap is None
     assert query.shape[1] % key_cache.shape[2] == 0
     assert query.shape[2] == key_cache.shape[3]
     value_cache = value_cache if value_cache.shape[-1] else key_cache
@@ -99,7 +102,7 @@ def _attend_chunks(
     chunks: tuple[Tensor, Tensor, Tensor],
     scale: float,
     window: tuple[int | None, bool],
-    more: tuple[Tensor | None, ReadRows | None, Scales],
+    more: tuple[Tensor | None, ReadRows | None, Scales, float | None],
 ) -> Tensor:
     """One chunk after the other. Reads the lengths on the host, which costs nothing on a CPU."""
     block_tables, query_starts, context_lens = chunks

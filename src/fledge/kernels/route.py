@@ -41,7 +41,8 @@ class Routing:
     """How logits become a choice of experts.
 
     Of `n_group` groups of neighbouring experts only those of the best `topk_group` are looked at. The `shared` experts,
-    with numbers after all others, follow those chosen for every row, with a weight of 1.
+    with numbers after all others, follow those chosen for every row, with a weight of 1. `corrected_softmax`: scores
+    are a softmax where there is a bias, too; no kernel knows that, so `route` is torch then, on a GPU as well.
     """
 
     chosen: int
@@ -50,6 +51,7 @@ class Routing:
     normalised: bool = True
     scale: float = 1.0
     shared: int = 0
+    corrected_softmax: bool = False
 
     def options(self, experts: int, *, is_biased: bool) -> dict[str, object]:
         """As `choose_experts` wants it: of how many `experts`, and whether they are biased.
@@ -65,9 +67,9 @@ class Routing:
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """Return weights (float32) and numbers (int64) of the experts chosen for logits [rows, experts], [rows, chosen].
 
-    With a `bias` [experts] scores are sigmoids, and it counts for the choice only; without, a softmax of all.
+    With a `bias` [experts], which counts for the choice only, scores are sigmoids; without, a softmax of all.
     """
-    if not runs_triton(logits, bias) or logits.numel() == 0:
+    if not runs_triton(logits, bias) or logits.numel() == 0 or routing.corrected_softmax:
         return route_reference(logits, bias, routing)
     logits, (rows, experts), chosen = logits.contiguous(), logits.shape, routing.chosen + routing.shared
     weights = torch.empty(rows, chosen, dtype=torch.float32, device=logits.device)
@@ -87,7 +89,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 def route_reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     logits = logits.float()
-    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+    scores = logits.softmax(-1) if bias is None or routing.corrected_softmax else logits.sigmoid()
     liked = scores if bias is None else scores + bias
     if routing.n_group > 1:
         groups = liked.view(len(liked), routing.n_group, -1)

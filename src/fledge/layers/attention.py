@@ -27,6 +27,7 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None  # a query at position p sees keys at positions above p - window
     chunked: bool = False  # instead it sees keys from the last multiple of the window on
+    softcap: float | None = None  # scores, scaled, become softcap * tanh(score / softcap)
     kv_scales: Scales = (1.0, 1.0)  # of keys and values in an 8-bit cache; NaN: not known
 
 
@@ -145,8 +146,14 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        scale = (config.query_scalar or config.head_dim) ** -0.5
-        self.spec = AttentionSpec(layer=layer, scale=scale, sliding_window=sliding_window, chunked=config.chunked)
+        scale = config.attention_scale or config.head_dim**-0.5
+        self.spec = AttentionSpec(
+            layer=layer,
+            scale=scale,
+            sliding_window=sliding_window,
+            chunked=config.chunked,
+            softcap=config.softcap,
+        )
         self.qkv_proj = Linear(
             input_size or config.hidden_size, config.query_size + 2 * config.kv_size, bias=config.qkv_bias
         )

@@ -92,6 +92,8 @@ class DecoderLayer(nn.Module):
         post    x += norm(attention(x)); x += norm(mlp(x))
         both    x += norm(attention(norm(x))); x += norm(mlp(norm(x)))
 
+    With a `residual_multiplier` what is added is multiplied by it first.
+
     The residual stream is passed as two tensors to be added, the stream and the last update, so that the addition can
     be fused with the next norm; or as an update only, before the first layer and if it was added already.
     """
@@ -101,6 +103,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         placement, hidden = config.norm_placement, config.hidden_size
+        self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = norm_of(config, hidden) if input_norm and placement != "post" else None
         self.self_attn = attention_of(config, layer=layer, sliding_window=sliding_window)
         self.post_attention_layernorm = norm_of(config, hidden)  # Llama's name; in "pre" it is before the MLP
@@ -116,7 +119,7 @@ class DecoderLayer(nn.Module):
         self, update: Tensor, stream: Tensor | None, rotation: Rotation, storage: KeyValueStorage
     ) -> tuple[Tensor, Tensor | None]:
         """Each [*lead, hidden_size]; returns the new (update, stream)."""
-        if self.post_feedforward_layernorm is None and fuses(
+        if self._may_fuse and fuses(
             update, self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm
         ):
             return self._fused(update if stream is None else stream + update, rotation, storage), None
@@ -127,16 +130,26 @@ class DecoderLayer(nn.Module):
             normed, stream = self.input_layernorm.add(update, stream)
         attended = self.self_attn(normed, rotation, storage)
         if self.post_feedforward_layernorm is None:
+            attended = self._weighed(attended)
             if isinstance(self.mlp, SparseMLP):
-                return self.mlp.after_norm(self.post_attention_layernorm, attended, stream)
-            normed, stream = self.post_attention_layernorm.add(attended, stream)
-            return self.mlp(normed), stream
-        attended = self.post_attention_layernorm(attended)
+                update, stream = self.mlp.after_norm(self.post_attention_layernorm, attended, stream)
+            else:
+                normed, stream = self.post_attention_layernorm.add(attended, stream)
+                update = self.mlp(normed)
+            return self._weighed(update), stream
+        attended = self._weighed(self.post_attention_layernorm(attended))
         if self.pre_feedforward_layernorm is None:
             normed = stream = stream + attended
         else:
             normed, stream = self.pre_feedforward_layernorm.add(attended, stream)
-        return self.post_feedforward_layernorm(self.mlp(normed)), stream
+        return self._weighed(self.post_feedforward_layernorm(self.mlp(normed))), stream
+
+    @property
+    def _may_fuse(self) -> bool:
+        return self.post_feedforward_layernorm is None and self.residual_multiplier == 1
+
+    def _weighed(self, update: Tensor) -> Tensor:
+        return update if self.residual_multiplier == 1 else update * self.residual_multiplier
 
     def _fused(self, stream: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
         """The same in four fused kernels, and attention. Returns the new stream."""

@@ -59,6 +59,12 @@ class ExpertsConfig:
     topk_group: int = 1  # the best are looked at
     routed_scaling_factor: float = 1.0
     weighted_inputs: bool = False  # Llama 4: the sigmoid of its score is on what an expert reads, not on what it says
+    corrected_choice: bool = False  # ERNIE 4.5: a softmax with a bias on the choice, as sigmoids have it anyway
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether a learnt bias is on the choice of experts."""
+        return self.corrected_choice or self.scoring_func == "sigmoid"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +138,9 @@ class LayerConfig:
     norm_placement: Literal["pre", "post", "both"] = "pre"  # before attention and MLP, or after, or both
     norm_offset: bool = False  # norms multiply by 1 + weight (Gemma)
     activation: Activation = "silu"
-    query_scalar: int | None = None  # queries are divided by its square root; None: `head_dim`
+    attention_scale: float | None = None  # on scores; None: one by the root of `head_dim`
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap) (Gemma 2)
+    residual_multiplier: float = 1.0  # on what attention and MLP add to the residual stream (Granite)
     sinks: bool = False  # every head has a learnt score that takes part in the softmax and adds nothing (gpt-oss)
     qk_norm: bool = False  # RMSNorm on queries and keys: on every head (Qwen3) or
     qk_norm_whole: bool = False  # on all heads together (OLMo 2)
@@ -168,7 +176,9 @@ class LayerConfig:
             norm_placement="pre",
             norm_offset=False,
             activation="silu",
-            query_scalar=None,
+            attention_scale=None,
+            softcap=None,
+            residual_multiplier=1.0,
             sinks=False,
             qk_norm=self.qk_norm and not self.qk_norm_whole,
             qk_norm_whole=False,

@@ -88,4 +88,5 @@ class DensePass:
             visible = visible & (self.distance < window_at(self.positions[:, None], spec.sliding_window, spec.chunked))
         query, keys, values = (x.transpose(0, 1)[None] for x in (cached.query, keys, values))  # [1, heads, rows, dim]
         sinks = None if heads.sinks is None else heads.sinks[:, None]
-        return cached.leave(masked_attention(query, keys, values, visible, spec.scale, sinks)[0].transpose(0, 1))
+        mixed = masked_attention(query, keys, values, visible, spec.scale, sinks, spec.softcap)
+        return cached.leave(mixed[0].transpose(0, 1))

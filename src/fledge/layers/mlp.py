@@ -78,8 +78,7 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.config, self.in_features = config, hidden_size
         self.gate = Linear(hidden_size, config.num_experts, bias=config.bias)
-        is_biased = config.scoring_func == "sigmoid"
-        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts)) if is_biased else None
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts)) if config.is_biased else None
         self.experts = nn.ModuleList(
             SwiGLU(hidden_size, config.intermediate_size, bias=config.bias, limit=config.swiglu_limit)
             for _ in range(config.num_experts)
@@ -115,8 +114,9 @@ class SparseMLP(nn.Module):
             normalised=config.normalised,
             scale=config.routed_scaling_factor,
             shared=parts,
+            corrected_softmax=config.corrected_choice,
         )
-        if has_kernels and not is_many and not config.weighted_inputs:
+        if has_kernels and not is_many and not config.weighted_inputs and not config.corrected_choice:
             mixed = routed_experts(rows, logits, self.e_score_correction_bias, routing, **self._matrices(parts))
         else:
             weights, experts = route(logits, self.e_score_correction_bias, routing)

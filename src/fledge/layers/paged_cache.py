@@ -72,6 +72,7 @@ class PagedCache:
 
     def store(self, heads: Heads, spec: AttentionSpec, slots: Tensor, rows: int) -> CachedHeads:
         """Finish the heads, about `rows` for each sequence, and write keys and values at `slots` [tokens]."""
+        assert spec.softcap is None or not runs_triton(self.keys), "no kernel caps scores"
         few_in_full = len(slots) <= MOST_TOKENS and self.keys.dtype != FP8
         if runs_triton(self.keys) and isinstance(heads, LatentHeads) and few_in_full:
             return heads.stored(slots, self.keys[spec.layer])
@@ -177,7 +178,7 @@ class RoundPass(PagedPass):
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         if not runs_triton(query):
             mask = self._mask(spec.sliding_window, spec.chunked, group=query.shape[2] // keys.shape[2])
-            blocks, more = self._blocks_in_use, (heads.sinks, cached.read, spec.kv_scales)
+            blocks, more = self._blocks_in_use, (heads.sinks, cached.read, spec.kv_scales, spec.softcap)
             mixed = attend_blocks(query, keys, values, blocks, mask, spec.scale, *more)
             return mixed.flatten(0, 1)
         mixed = paged_attention(
@@ -265,6 +266,7 @@ class ChunkPass(PagedPass):
             sinks=heads.sinks,
             kv_scales=spec.kv_scales,
             read=cached.read,
+            softcap=spec.softcap,
         )
 
 

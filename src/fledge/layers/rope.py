@@ -80,6 +80,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
     # On the CPU by name: models are built on the meta device before their weights arrive, and this is no weight.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / (config.theta**exponents)
+    if not head_dim:  # nothing rotates, whatever the others do
+        return plain, 1.0
     match config.type:
         case "default" | "dynamic":  # dynamic scaling begins beyond `max_positions`, where nothing is computed
             return plain, 1.0

@@ -22,6 +22,10 @@ class TargetConfig:
     layers: tuple[LayerConfig, ...] = ()  # per layer; empty: all are `layer`
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     embedding_scale: float = 1.0  # on what the first layer reads (Gemma); drafters read embeddings as they are
+    logits_scaling: float = (
+        1.0  # logits are divided by it (Granite); those of drafters too that have no head of their own
+    )
+    logits_softcap: float | None = None  # then become softcap * tanh(logit / softcap) (Gemma 2)
     dtype: str = "float32"  # as stored
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

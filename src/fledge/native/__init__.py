@@ -44,11 +44,16 @@ def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetMode
     pack_linears(*models)
     loaded = compiled.library()
     register_cpu_kernels({} if loaded is None else kernels_of(loaded))
-    is_uniform = type(target) is TargetModel and target.local_rope is None and target.config.embedding_scale == 1
-    layers = lower_layers(target.layers) if is_uniform else None
+    layers = lower_layers(target.layers) if type(target) is TargetModel and _rotates_in_one_way(target) else None
     if layers is not None:
         target = NativeTarget(target, layers)
     return target, None if drafter is None else lower_drafter(drafter) or drafter
+
+
+def _rotates_in_one_way(target: TargetModel) -> bool:
+    config = target.config
+    ropes = [config.layer_at(i).rope for i in range(config.num_layers)]
+    return all(rope == config.layer.rope or rope.partial_factor == 0 for rope in ropes)
 
 
 def is_in_library(target: TargetModel, drafter: Drafter | None) -> bool:

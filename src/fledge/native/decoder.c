@@ -64,7 +64,9 @@ int32_t fledge_decode(const Layer *layers, int64_t count, const Pass *pass, cons
                       const int64_t *aux_layers, int64_t aux_count, float *aux, const float *final_norm, float eps,
                       float *final, int threads) {
     const Layer *first = layers;
-    int64_t rows = pass->tokens, hidden = first->output.columns, half = first->heads.rotary_dim / 2;
+    int64_t rows = pass->tokens, hidden = first->output.columns, half = 0; /* of the layers that rotate, all alike */
+    for (const Layer *layer = layers; layer < layers + count; layer++)
+        if (layer->heads.rotary_dim) half = layer->heads.rotary_dim / 2;
     int64_t sizes[] = {rows * hidden,     rows * first->qkv.columns, rows * first->output.size,
                        rows * first->down.size, rows * half,         rows * half};
     int64_t own = own_scratch(layers, count, pass), total = own * threads;

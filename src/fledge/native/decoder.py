@@ -32,7 +32,7 @@ class NativeTarget(TargetModel):
     def forward(
         self, tokens: Tensor, positions: Tensor, storage: KeyValueStorage, aux_layer_ids: tuple[int, ...] = ()
     ) -> TargetStates:
-        stream: Tensor = self.embed_tokens(tokens)
+        stream = self.embed(tokens)
         if not is_lowerable_pass(storage, stream):
             return super().forward(tokens, positions, storage, aux_layer_ids)
         assert isinstance(storage, PagedPass)
@@ -70,6 +70,7 @@ def _lower_layer(layer: nn.Module) -> Any:
         or config.qk_norm_whole
         or config.norm_offset
         or config.sinks
+        or config.softcap is not None
         or config.rope.interleaved
         or config.rotated_norm
         or config.temperature is not None
@@ -89,13 +90,15 @@ def _lower_layer(layer: nn.Module) -> Any:
         scale=attention.spec.scale,
         **{name: norm and norm.weight for name, norm in head_norms.items()},
     )
-    return struct(
+    made = struct(
         "Layer",
         heads=heads,
         eps=config.norm_eps,
         **{name: matrix.packed for name, matrix in matrices.items()},
         **{name: norm and norm.weight for name, norm in norms.items()},
     )
+    made.output.factor = made.down.factor = config.residual_multiplier  # copies, as all structs in a struct are
+    return made
 
 
 def are_lowerable(*norms: nn.Module | None) -> bool:

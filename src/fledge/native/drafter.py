@@ -141,7 +141,12 @@ def _draws_struct(draws: DraftDraws) -> Any:
 def lower_drafter(drafter: Drafter) -> NativeDrafter | None:
     """Return what runs the drafter; None where a part of it is of another kind, not packed, or not in float32."""
     lower: Any = {EagleDrafter: _lower_eagle, Eagle3Drafter: _lower_eagle3}.get(type(drafter))
-    if lower is None or type(drafter.embed_tokens) is not nn.Embedding or not isinstance(drafter.lm_head, PACKED):
+    if (
+        lower is None
+        or drafter.logits_scaling != 1
+        or type(drafter.embed_tokens) is not nn.Embedding
+        or not isinstance(drafter.lm_head, PACKED)
+    ):
         return None
     weight, layers = drafter.embed_tokens.weight, lower_layers(drafter.get_submodule("layers").children())
     if layers is None or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():

@@ -82,8 +82,8 @@ INLINE void finish(const Matrix *matrix, Place place, vec low, vec high, float *
         return;
     }
     if (ending == ADD) {
-        low += load_part(out + place.at[0], place.count[0]);
-        high += load_part(out + place.at[1], place.count[1]);
+        low = load_part(out + place.at[0], place.count[0]) + low * matrix->factor;
+        high = load_part(out + place.at[1], place.count[1]) + high * matrix->factor;
     }
     store_part(out + place.at[0], low, place.count[0]);
     store_part(out + place.at[1], high, place.count[1]);

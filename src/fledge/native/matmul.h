@@ -34,9 +34,10 @@ typedef struct {
     int64_t columns, size, group;
     int32_t codes, paired, rounds_x, cached;
     float input_scale;
+    float factor; /* on the product, where it is added to something */
 } Matrix;
 
-typedef enum { STORE, ADD, GATE } Ending; /* out = product; out += product; out = silu(first half) * second half */
+typedef enum { STORE, ADD, GATE } Ending; /* out = product; out += factor * product; out = silu(first half) * second half */
 
 int64_t panel_count(const Matrix *matrix);
 

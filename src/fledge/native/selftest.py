@@ -19,6 +19,7 @@ from fledge.native.panels import FLOATS, HALVES, quantized_panels
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _DIM = 40, 38, 4, 2, 12
 _CONTEXT, _ROWS, _BLOCK = 21, 7, 5
 _EPS = 1e-5
+_FACTOR = 0.75  # on what is added to the residual stream
 # Of seed 0 at 0 (the first known answer of Philox4x32-10) and of seed -5 at 3 << 33, of the first stream.
 _UNIFORMS = [0.3990464708489645, 0.6384416703370993]
 
@@ -163,6 +164,7 @@ class _Layer:
             "codes": HALVES if is_bfloat16 else FLOATS,
             "paired": name == "gate_up",
             "bias": self.bias if name == "qkv" else None,
+            "factor": _FACTOR,
         }
         panels = self.library.panel_count(ctypes.byref(struct("Matrix", **sizes, **kind)))
         count = panels * weight.shape[1] * 2 * self.library.fledge_lanes()
@@ -213,9 +215,9 @@ class _Layer:
         seen = torch.ones(rows, _CONTEXT + rows, dtype=torch.bool).tril(_CONTEXT)
         query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
         mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=self.scale, enable_gqa=True)
-        stream = stream + F.linear(mixed[0].transpose(0, 1).flatten(1), self.weights["output"])
+        stream = stream + _FACTOR * F.linear(mixed[0].transpose(0, 1).flatten(1), self.weights["output"])
         normed = F.rms_norm(stream, (_HIDDEN,), self.norms["post_norm"], _EPS)
-        return stream + F.linear(swiglu(F.linear(normed, self.weights["gate_up"])), self.weights["down"])
+        return stream + _FACTOR * F.linear(swiglu(F.linear(normed, self.weights["gate_up"])), self.weights["down"])
 
     def _turned(self, heads: Tensor, norm: str) -> Tensor:
         angles = torch.arange(_CONTEXT, _CONTEXT + len(heads))[:, None, None] * self.frequencies

@@ -167,13 +167,13 @@ class TttStorage:
             self._blocks[spec.layer] = blocks
         keys, values = zip(*blocks, strict=True)
         mixed: Tensor
-        uses_flex = self.layout.uses_flex(query)
+        uses_flex = self.layout.uses_flex(query) and spec.softcap is None
         if uses_flex:
             mask = self.layout.block_mask(window, spec.chunked)
             mixed, lse = compiled(_flex)(query, keys[0], values[0], mask, spec.scale)
         else:
             first = self.layout.first_visible(window, spec.chunked)  # of targets, which make one pass
-            mixed, lse = document_attention(query, keys[0], values[0], first, spec.scale)
+            mixed, lse = document_attention(query, keys[0], values[0], first, spec.scale, spec.softcap)
         if heads.sinks is not None:  # the sink takes its share of the softmax; only targets have sinks
             mixed = mixed * torch.sigmoid(lse - heads.sinks.to(lse.dtype))[..., None].to(mixed.dtype)
         if len(blocks) > 1:
@@ -246,30 +246,34 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: flo
 
 
 @_untraced
-def document_attention(query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def document_attention(
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention in plain torch in which slot t sees slots first[t] .. t of its row.
 
     query [rows, length, heads, head_dim], key and value [rows, length, kv_heads, head_dim], first [rows, length] int64,
     never decreasing along a row. Returns attention like query, and the logsumexp of the scores [rows, length, heads],
     both differentiable. Computed in at least float32, for one row and some of its queries at a time, so that the
     largest tensor has a bounded size. The backward pass is written by hand, because PyTorch's CPU kernel has no
-    gradient of the logsumexp and autograd takes 1.4 to 1.9 times as long.
+    gradient of the logsumexp and autograd takes 1.4 to 1.9 times as long. With a `softcap`, which only targets have,
+    scores become softcap * tanh(score / softcap), and there is no gradient.
     """
+    assert softcap is None or not query.requires_grad
     with torch.autocast(query.device.type, enabled=False):
-        mixed, lse = _DocumentAttention.apply(query, key, value, first, scale)  # type: ignore[no-untyped-call]
+        mixed, lse = _DocumentAttention.apply(query, key, value, first, scale, softcap)  # type: ignore[no-untyped-call]
     return mixed, lse
 
 
 class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         ctx.scale, ctx.chunks = scale, _chunks(query, first)
         mixed = query.new_empty(*query.shape[:-1], value.shape[-1])
         lse = at_least_float32(query.new_empty(query.shape[:-1]))
         for chunk in ctx.chunks:
-            scores = _scores(chunk, query, key, first, scale)
+            scores = _scores(chunk, query, key, first, scale, softcap)
             highest = scores.amax(-1, keepdim=True)
             weights = scores.sub_(highest).exp_()
             total = weights.sum(-1, keepdim=True)
@@ -281,7 +285,7 @@ class _DocumentAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_mixed: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_mixed: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, key, value, first, mixed, lse = ctx.saved_tensors
         kv_heads, grad_query = key.shape[2], torch.empty_like(query)
         grad_key, grad_value = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (key, value))
@@ -299,7 +303,7 @@ class _DocumentAttention(torch.autograd.Function):
                 grad_scores.add_(_queries(chunk, offset[..., None], kv_heads)).mul_(weights).mul_(ctx.scale)
                 grad_query[row, low:high] = _slots(torch.bmm(grad_scores, _keys(chunk, key)), high - low)
                 grad_key[row, start:high] += torch.bmm(grad_scores.mT, _queries(chunk, query, kv_heads)).transpose(0, 1)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
 Chunk = tuple[int, int, int, int]  # row, first query, end of queries, first key
@@ -314,10 +318,14 @@ def _chunks(query: Tensor, first: Tensor) -> list[Chunk]:
     return [(row, low, min(low + step, length), starts[row][i]) for row in range(rows) for i, low in enumerate(lows)]
 
 
-def _scores(chunk: Chunk, query: Tensor, key: Tensor, first: Tensor, scale: float) -> Tensor:
+def _scores(
+    chunk: Chunk, query: Tensor, key: Tensor, first: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
     """[kv_heads, group * queries, keys], -inf where a key is not seen."""
     row, low, high, start = chunk
     scores = torch.bmm(_queries(chunk, query, key.shape[2]) * scale, _keys(chunk, key).mT)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     keys = torch.arange(start, high, device=query.device)
     hidden = (keys > keys[low - start :, None]) | (keys < first[row, low:high, None])
     scores.view(len(scores), -1, *hidden.shape).masked_fill_(hidden, -torch.inf)

@@ -35,7 +35,10 @@ _PROBE_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TargetEnds:
-    """A target's embedding and output head: all that drafter and teacher need if its states are on disk."""
+    """A target's embedding and output head: all that drafter and teacher need if its states are on disk.
+
+    A constant factor on its logits is in the head.
+    """
 
     embedding_weight: Tensor  # [vocab, hidden]
     head_weight: Tensor  # [vocab, hidden]
@@ -43,7 +46,7 @@ class TargetEnds:
 
     @classmethod
     def of(cls, model: TargetModel) -> "TargetEnds":
-        weights = model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+        weights = model.embed_tokens.weight.detach(), model.logits_weight.detach()
         return cls(embedding_weight=weights[0], head_weight=weights[1])
 
 
@@ -90,8 +93,7 @@ class TransformersCapture:
         softcap = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
         if softcap or not self._scale_head():
             reason = f" (final_logit_softcapping {softcap})" if softcap else ""
-            what = f"its logits are not a linear function of its final hidden state{reason}"
-            raise CheckpointError(f"{where}: {what}; such a target cannot teach a drafter here")
+            raise _not_linear(where, reason)
 
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
@@ -170,6 +172,8 @@ def open_target(section: TargetSection, device: torch.device | str) -> CaptureMo
     """Load the target: with our own code if the family is supported, else with transformers."""
     directory, config = resolve(section.path), target_config(section)
     dtype = DTYPES[config.dtype]
+    if config.logits_softcap is not None:
+        raise _not_linear(str(directory), f" (final_logit_softcapping {config.logits_softcap})")
     if config.family in FAMILIES and section.backend != "transformers":
         return FledgeCapture(load_target(directory, dtype=dtype, device=device))
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
@@ -225,6 +229,11 @@ def _foreign_config(directory: Path, *, trust_remote_code: bool) -> TargetConfig
         bos_id=getattr(config, "bos_token_id", None),
         eos_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
     )
+
+
+def _not_linear(where: str, reason: str) -> CheckpointError:
+    what = f"its logits are not a linear function of its final hidden state{reason}"
+    return CheckpointError(f"{where}: {what}; such a target cannot teach a drafter here")
 
 
 def _documents(batch: PackedBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -30,6 +30,12 @@ from tests.tiny_models import TARGET_CONFIGS, make_target
 CONFIG = replace(TARGET, num_layers=2, layer=replace(LAYER, intermediate_size=64, qkv_bias=True, output_bias=True))
 
 
+def _quark(**said: Any) -> dict[str, Any]:
+    """A config of Quark's that says this of all linears."""
+    config = FORMATS["quark-tensor"].config
+    return {**config, "global_quant_config": {**config["global_quant_config"], **said}}
+
+
 def linears_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear | QuantizedLinear)}
 
@@ -94,6 +100,32 @@ def test_a_drafter_is_what_its_tensors_mean(tmp_path: Path) -> None:
         drafter = load_drafter(stored, target)
         assert isinstance(drafter.fc, QuantizedLinear)
         torch.testing.assert_close(draft_logits(drafter, target), draft_logits(load_drafter(meant, target), target))
+
+
+@pytest.mark.parametrize("field", ["layer_quant_config", "layer_type_quant_config"])
+def test_quark_says_it_by_layer_and_by_class(field: str, target: Path, tmp_path: Path) -> None:
+    """Here of all linears, while what it says of the rest is what none is stored as."""
+    form = FORMATS["quark-channel"]
+    said = form.config["global_quant_config"]
+    kinds = {"layer_quant_config": ("*_proj", "lm_head"), "layer_type_quant_config": ("Linear",)}[field]
+    other = _quark()["global_quant_config"] if field == "layer_type_quant_config" else None
+    config = {**form.config, "global_quant_config": other, field: dict.fromkeys(kinds, said)}
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", replace(form, config=config))
+    stored, expected = load_target(tmp_path / "stored"), linears_of(load_target(tmp_path / "meant"))
+    assert all(torch.equal(weight, expected[name]) for name, weight in linears_of(stored).items())
+    assert {one.activations for one in stored.modules() if isinstance(one, QuantizedLinear)} == {"token"}
+
+
+def test_auto_round_says_bits_by_name(target: Path, tmp_path: Path) -> None:
+    """Names before patterns; what is named as plain is stored so."""
+    wide, down = FORMATS["auto-round-int8"], "model.layers.1.mlp.down_proj"
+    extra = {r".*\.down_proj": {"bits": 4}, down: {"bits": 8}, "mlp.gate_proj": {"bits": 16}}
+    form = replace(wide, config={**wide.config, "bits": 8, "extra_config": extra})
+    is_plain = lambda name: name.endswith(("gate_proj.weight", "layers.0.mlp.down_proj.weight"))  # noqa: E731
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", form, is_plain)
+    stored, expected = load_target(tmp_path / "stored"), linears_of(load_target(tmp_path / "meant"))
+    assert all(torch.equal(weight, expected[name]) for name, weight in linears_of(stored).items())
+    assert stored.layers[1].mlp.down_proj.kind == "int8"
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
@@ -253,6 +285,19 @@ def test_what_does_not_fit_is_named(name: str, change: Any, says: str, target: P
         ({"quant_method": "gptq", "bits": 3}, "field 'bits' is 3, expected 4 or 8"),
         ({"quant_method": "awq", "version": "gemv"}, "field 'version' is 'gemv', expected gemm"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ is not read here"),
+        (
+            {**FORMATS["auto-round"].config, "packing_format": "auto_round:llm_compressor"},
+            "field 'packing_format' is .*, expected auto_round:auto_gptq or auto_round:auto_awq",
+        ),
+        ({**FORMATS["auto-round"].config, "bits": 2}, "field 'bits' is 2, expected 4 or 8"),
+        ({**FORMATS["auto-round"].config, "data_type": "mx_fp"}, "field 'data_type' is 'mx_fp', expected int"),
+        ({**FORMATS["auto-round"].config, "extra_config": {"*": {"bits": 8}}}, "no regular expression"),
+        (_quark(weight={"dtype": "fp4", "qscheme": "per_group"}), "weights stored as fp4, per_group are not read here"),
+        (_quark(weight=[{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]), "weight quantised in 2 steps is not read here"),
+        (
+            _quark(input_tensors={"dtype": "fp8_e4m3", "qscheme": "per_channel"}),
+            "field 'qscheme' is 'per_channel', expected per_tensor",
+        ),
         ({"quant_method": "compressed-tensors"}, "'config_groups' is missing"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"group_0": None}},

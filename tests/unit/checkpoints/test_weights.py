@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_named_in_one_line(target: Path, change: Callable[[
     [
         ({"quant_method": "hqq", "bits": 4}, r"hqq \(4 bits\)"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, r"bitsandbytes \(8 bits\)"),
-        ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8, which Fledge does not read"),
+        ({"quant_method": "torchao"}, "torchao, which Fledge does not read"),
         ({}, "an unnamed method"),
         (4, "field 'quantization_config' is 4"),
     ],

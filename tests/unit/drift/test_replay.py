@@ -22,7 +22,7 @@ from fledge.drift.replay import (
     rounds_taken,
     target_states,
 )
-from fledge.drift.storages import Rows, VerifiedRows, causal_attention
+from fledge.drift.storages import CausalPass, Rows, VerifiedRows, causal_attention
 from fledge.engine.outputs import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
 from fledge.layers.dense_cache import DenseCache, DensePass
@@ -30,7 +30,7 @@ from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.eagle import Eagle3Drafter
 from tests import engine_cases
 from tests.engine_cases import DRAFTERS, drafter, drafts_after, greedy, make_engine, target
-from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
+from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 PROMPT = (3, 4, 5, 2, 0, 3)
 SEGMENTS = [
@@ -42,6 +42,23 @@ SEGMENTS = [
     Segment.TEMPLATE,
     *[Segment.OUTPUT] * 60,
 ]
+
+
+@pytest.mark.parametrize("name", TARGET_CONFIGS)
+@torch.no_grad()
+def test_targets_of_all_families_have_their_states(name: str) -> None:
+    """Of several texts in one pass, by the storage that keeps nothing."""
+    made = make_target(TARGET_CONFIGS[name])
+    texts = [torch.randint(0, made.config.vocab_size, (length,)) for length in (13, 1, 20)]
+    positions = [torch.arange(len(text)) for text in texts]
+    rows = Rows([len(text) for text in texts])
+    found = made(torch.cat(texts), torch.cat(positions), CausalPass(rows), (2, 5))
+    for text, at, final, aux in zip(
+        texts, positions, *(x.split(rows.counts) for x in (found.final, found.aux)), strict=True
+    ):
+        alone = made(text, at, DenseCache(made.config.num_layers).extend(at), (2, 5))
+        torch.testing.assert_close(final, alone.final, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(aux, alone.aux, rtol=1e-4, atol=1e-4)
 
 
 def served(name: str, depth: int, max_tokens: int = 24) -> tuple[list[int], list[RoundRecord], dict[int, list[int]]]:

@@ -1,15 +1,23 @@
 """What the device is told of a request, and what rows it must not touch."""
 
+from pathlib import Path
+from unittest import mock
+
+import pytest
 import torch
 
+from fledge.checkpoints.target import save_target
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.sampling import SamplingRows, distribution
+from fledge.engine import loading
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_state import DeviceState
+from fledge.engine.device_state import DeviceState, check_runs_on
 from fledge.engine.request import Request
 from fledge.engine.sampler import Sampler, SamplingMode
+from fledge.errors import ConfigError
 from tests.engine_cases import TREE, VOCAB, drafter, speculation, target
+from tests.tiny_models import TARGET_CONFIGS, make_target
 
 
 def make(tree: TreeShape | None = None) -> DeviceState:
@@ -18,6 +26,19 @@ def make(tree: TreeShape | None = None) -> DeviceState:
         max_num_seqs=3, max_model_len=8, block_size=4, num_blocks=20, speculative_config=speculation(3, tree=tree)
     )
     return DeviceState(config, target(), drafter())
+
+
+def test_capped_scores_are_refused_on_a_gpu_before_weights_are_read(tmp_path: Path) -> None:
+    save_target(make_target(TARGET_CONFIGS["gemma2"]), tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").unlink()
+    with (
+        mock.patch.object(loading, "choose_device", return_value=torch.device("cuda")),
+        pytest.raises(ConfigError, match=r"caps its attention scores .* --device cpu runs it, --engine vllm") as caught,
+    ):
+        loading.load_own_target(tmp_path / "target", EngineConfig())
+    assert "\n" not in str(caught.value)
+    check_runs_on(TARGET_CONFIGS["gemma2"], torch.device("cpu"))
+    check_runs_on(TARGET_CONFIGS["gemma3"], torch.device("cuda"))
 
 
 def request(params: SamplingParams, row: int, seed: int = 3, draft_until: int = 9) -> Request:

@@ -18,7 +18,12 @@ from tests.unit.kernels.interpreter import in_triton
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("gpt-oss", FP8), ("gemma3", None), ("deepseek-v2", FP8), ("llama4", None)]
+    ("name", "dtype"),
+    [
+        *[("gpt-oss", FP8), ("gemma3", None), ("deepseek-v2", FP8), ("llama4", None)],
+        *[("granite", None), ("smollm3", FP8), ("ernie4.5-moe", None)],
+        *[("exaone4", None), ("olmoe", None), ("dots1", None)],
+    ],
 )
 @torch.no_grad()
 def test_a_prompt_and_a_round_with_another_prompt(name: str, dtype: torch.dtype | None) -> None:

@@ -10,7 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fledge.checkpoints.target import hf_config, load_target, read_target_config, save_target
+from fledge.checkpoints.contract import describe_target
+from fledge.checkpoints.target import (
+    hf_config,
+    load_target,
+    read_target_config,
+    save_target,
+    sketch_target_config,
+    target_files,
+)
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.files import read_json, write_json
 from fledge.layers.config import RopeConfig
@@ -48,6 +56,20 @@ def test_what_is_written_is_read(name: str) -> None:
     assert read(config) == config
 
 
+@pytest.mark.parametrize("name", TARGET_CONFIGS)
+def test_inspect_describes_every_family(name: str, tmp_path: Path) -> None:
+    config = TARGET_CONFIGS[name]
+    target = make_target(config)
+    save_target(target, tmp_path / "target")
+    found, reason = sketch_target_config(tmp_path / "target")
+    assert (found, reason) == (config, None)
+    described = describe_target(found, target_files(tmp_path / "target", config.family), reason)
+    assert described["size"]["parameters"] == sum(parameter.numel() for parameter in target.parameters())
+    assert described["family"] == config.family
+    assert ("train" in described["verbs"]) == (config.logits_softcap is None)
+    assert "serve" in described["verbs"]
+
+
 def test_a_layer_of_a_family_can_differ_from_the_others() -> None:
     dense = [i for i in range(8) if TARGET_CONFIGS["qwen3-moe"].layer_at(i).experts is None]
     assert dense == [3]
@@ -81,8 +103,9 @@ def test_drafters_are_ordinary_whatever_the_target_is(name: str) -> None:
         False,
         1.0,
     )
-    kinds = (layer.norm_offset, layer.sinks, layer.query_scalar, layer.rope.interleaved, layer.activation)
+    kinds = (layer.norm_offset, layer.sinks, layer.attention_scale, layer.rope.interleaved, layer.activation)
     assert kinds == (False, False, None, False, "silu")
+    assert layer.residual_multiplier == 1
     if TARGET_CONFIGS[name].layer.latent is None:
         assert layer.kv_cache == TARGET_CONFIGS[name].layer.kv_cache
     assert layer.kv_cache.value_dim == layer.head_dim
@@ -148,6 +171,12 @@ def test_what_published_llama4_configs_leave_out_is_known() -> None:
         ("gpt-oss", {"swiglu_alpha": 1.0}),
         ("llama4", {"no_rope_layers": [1, 0]}),
         ("llama4", {"layer_types": ["full_attention"] * 8}),
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+        ("granite", {"logits_scaling": 0}),
+        ("ernie4.5-moe", {"use_bias": True}),
+        ("ernie4.5-moe", {"moe_norm_min": 0.1}),
+        ("gemma2", {"use_bidirectional_attention": True}),
+        ("olmoe", {"clip_qkv": 8.0}),
     ],
 )
 def test_a_field_that_makes_no_sense_is_named(name: str, changes: dict[str, Any]) -> None:
@@ -266,6 +295,46 @@ def test_what_published_configs_of_other_families_say() -> None:
     kinds = ["dense", *["sparse"] * 7]
     lite = TARGET_CONFIGS["glm4-moe-lite"]
     assert read(lite, first_k_dense_replace=None, mlp_layer_types=kinds) == lite
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope", "linear"])
+def test_layers_that_do_not_rotate_know_of_no_scaling(kind: str) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    config = read(TARGET_CONFIGS["smollm3"], rope_scaling={**scaling, **factors})
+    frequencies, magnitude = inverse_frequencies(config.layer_at(3).rope, config.layer.head_dim)
+    assert (len(frequencies), magnitude) == (0, 1.0)
+    make_target(config)
+
+
+def test_what_published_configs_of_granite_smollm3_ernie_and_exaone_say(tmp_path: Path) -> None:
+    """Fields by the names in which they were published, and layers that predict further tokens left in the file."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "vocab_size": 40, "max_position_embeddings": 256}
+
+    def published(family: str, **values: Any) -> TargetConfig:
+        return FAMILIES[family].config_from_hf(ConfigFields({"model_type": family, **shape, **values}, "config.json"))
+
+    scales = {"embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "logits_scaling": 16.0}
+    granite = published("granite", **scales, residual_multiplier=0.22, rope_theta=1e7, tie_word_embeddings=True)
+    assert (granite.embedding_scale, granite.logits_scaling, granite.layer.residual_multiplier) == (12.0, 16.0, 0.22)
+    assert (granite.layer.attention_scale, granite.layer.rope.theta) == (0.0078125, 1e7)
+    smollm3 = published("smollm3", no_rope_layer_interval=4, sliding_window=None, rope_theta=5e6)
+    assert [smollm3.layer_at(i).rope.partial_factor for i in range(8)] == [1, 1, 1, 0] * 2
+    assert smollm3.tied_head
+    counts = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_layer_end_index": -1}
+    ernie = published("ernie4_5_moe", **counts, moe_layer_start_index=2, rms_norm_eps=1e-5)
+    assert [ernie.layer_at(i).experts is None for i in range(8)] == [True] * 2 + [False] * 6
+    assert (ernie.layer.experts.shared_size, ernie.layer.rope.theta) == (40, 500000.0)  # type: ignore[union-attr]
+    hybrid = published("exaone4", sliding_window=6, sliding_window_pattern="LLLG", rope_theta=1e6)
+    assert hybrid.sliding_windows == (6, 6, 6, None) * 2
+    assert [hybrid.layer_at(i).rope.partial_factor for i in range(4)] == [1, 1, 1, 0]
+    save_target(make_target(TARGET_CONFIGS["ernie4.5-moe"]), tmp_path / "target")
+    file = tmp_path / "target" / "model.safetensors"
+    tensors = load_file(file)
+    assert tensors["model.layers.1.mlp.moe_statics.e_score_correction_bias"].shape == (1, 6)
+    save_file({**tensors, "model.mtp_linear_proj.0.weight": torch.ones(3)}, file)
+    assert load_target(tmp_path / "target").config == TARGET_CONFIGS["ernie4.5-moe"]
 
 
 @pytest.mark.filterwarnings("error::fledge.errors.CheckpointWarning")

@@ -80,7 +80,8 @@ LONG_ASKS = [greedy(prompt, max_tokens=25) for prompt in PROMPTS]
 
 NOT_LOWERED = ("mixtral", "qwen3-moe", "olmo2", "gemma3", "gpt-oss", "glm", "glm4", "glm4-moe", "qwen2-moe")
 NOT_LOWERED += ("olmo3", "minimax-m2", "glm4-moe-lite", "ministral3")
-NOT_LOWERED += ("deepseek-v2", "deepseek-v3", "kimi-k2", "llama4")
+NOT_LOWERED += ("deepseek-v2", "deepseek-v3", "kimi-k2", "llama4", "ernie4.5", "ernie4.5-moe", "gemma2")
+NOT_LOWERED += ("exaone4", "exaone4-no-window", "olmoe", "dots1")
 
 
 @pytest.mark.parametrize("name", TARGET_CONFIGS)
@@ -103,6 +104,22 @@ def test_every_drafter_drafts_as_by_torch(name: str, without_native: Callable[[]
     found = watched(native, ASKS)
     without_native()
     assert found == watched(make_engine(TINY_TARGET, DRAFTERS[name]), ASKS)
+
+
+def test_a_head_that_is_the_targets_has_its_factor(without_native: Callable[[], None]) -> None:
+    """Granite's. The C drafter knows of none, and so is not there."""
+    config = TARGET_CONFIGS["granite"]
+    native = make_engine(config, drafter_configs(config)["eagle1"])
+    target, drafter = native.runner.state.target, native.runner.state.drafter
+    assert isinstance(target, NativeTarget)
+    assert drafter is not None
+    assert not isinstance(drafter, NativeDrafter)
+    states = torch.randn(3, config.hidden_size)
+    torch.testing.assert_close(drafter.logits(states), target.logits(states))
+    torch.testing.assert_close(target.logits(states), target.lm_head(states) / config.logits_scaling)
+    found = watched(native, ASKS)
+    without_native()
+    assert found == watched(make_engine(config, drafter_configs(config)["eagle1"]), ASKS)
 
 
 @pytest.mark.parametrize("settings", [{"tree": TREE}, {"sample_drafts": True}, {"max_num_batched_tokens": 10}])

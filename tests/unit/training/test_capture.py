@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GPT2Config, GPTNeoXConfig, GraniteConfig
 
-from fledge.checkpoints.target import describe_quantization, rope_of_any, save_target
+from fledge.checkpoints.target import describe_quantization, load_target, rope_of_any, save_target
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target.decoder import TargetStates
-from fledge.training.capture import FledgeCapture, TransformersCapture, open_target, target_config
+from fledge.training.capture import FledgeCapture, TargetEnds, TransformersCapture, open_target, target_config
 from fledge.training.data.examples import PackedBatch
 from fledge.training.recipe import TargetSection
 from tests.fit_cases import TARGET, packed
@@ -33,7 +33,7 @@ def assert_same(found: TargetStates, expected: TargetStates, batch: PackedBatch)
         )
 
 
-@pytest.mark.parametrize("name", ["llama3-tied", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3-tied", "mistral", "qwen2", "qwen3", "granite"])
 def test_both_backends_give_the_same_states(name: str, tmp_path: Path) -> None:
     save_target(make_target(TARGET_CONFIGS[name]), tmp_path / "target")
     section = TargetSection(path=str(tmp_path / "target"))
@@ -160,15 +160,20 @@ def test_soft_capped_logits_are_refused(tmp_path: Path) -> None:
         **SHAPE, num_key_value_heads=1, head_dim=16, intermediate_size=48, final_logit_softcapping=2.0
     )
     section = save_foreign(config, tmp_path)
-    with pytest.raises(CheckpointError, match=r"not a linear function .* \(final_logit_softcapping 2.0\)") as error:
-        open_target(section, "cpu")
-    assert "\n" not in str(error.value)
+    for backend in ("fledge", "transformers"):
+        with pytest.raises(CheckpointError, match=r"not a linear function .* \(final_logit_softcapping 2.0\)") as error:
+            open_target(replace(section, backend=backend), "cpu")
+        assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError, match="not a linear function"):  # as captured from vLLM
+        TargetEnds.of(load_target(tmp_path, ends_only=True))
 
 
 def test_scaled_logits_are_part_of_the_head(tmp_path: Path) -> None:
-    capture = open_target(save_foreign(FOREIGN["granite"], tmp_path), "cpu")
-    assert isinstance(capture, TransformersCapture)
-    torch.testing.assert_close(capture.ends.head_weight, capture.model.lm_head.weight / 4.0, atol=1e-5, rtol=1e-4)
+    section = save_foreign(FOREIGN["granite"], tmp_path)
+    for backend, kind in (("fledge", FledgeCapture), ("transformers", TransformersCapture)):
+        capture = open_target(replace(section, backend=backend), "cpu")
+        assert isinstance(capture, kind)
+        torch.testing.assert_close(capture.ends.head_weight, capture.model.lm_head.weight / 4.0, atol=1e-5, rtol=1e-4)
 
 
 def test_a_foreign_family_is_not_ours(tmp_path: Path) -> None:

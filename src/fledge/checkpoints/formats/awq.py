@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fledge.checkpoints.formats.dense import StoredLinear, WeightFormat
-from fledge.checkpoints.formats.quantized import Quantized, expect_dtypes, names_of
+from fledge.checkpoints.formats.quantized import Quantized, expect_dtypes, names_of, read_group_size
 from fledge.checkpoints.formats.schemes import SCALE_DTYPES, ceil_div, integer_weight, unpack_words
 from fledge.checkpoints.tensors import TensorInfo
 from fledge.kernels.quantized_linear import QuantizedWeight
@@ -57,17 +57,19 @@ def _rows_in_order(words: Tensor) -> Tensor:
     return values.view(len(words), -1, _PER_WORD)[..., list(_PLACES)].flatten(1).t()
 
 
+def read_scheme(fields: ConfigFields) -> Awq:
+    """The bits and groups that a config says."""
+    if (bits := fields.integer("bits", _BITS)) != _BITS:
+        raise fields.error("bits", bits, f"{_BITS}")
+    return Awq(group_size=read_group_size(fields, 128))
+
+
 def weight_format(quantization: ConfigFields) -> WeightFormat | None:
     if quantization.values.get("quant_method") != "awq":
         return None
-    bits = quantization.integer("bits", quantization.integer("w_bit", _BITS))
-    size = quantization.values.get("group_size", quantization.values.get("q_group_size", 128))
-    if bits != _BITS:
-        raise quantization.error("bits", bits, "4")
-    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-        raise quantization.error("group_size", size, "a positive integer, or -1 for whole rows")
     if (version := quantization.text("version", "gemm").lower()) != "gemm":
         raise quantization.error("version", version, "gemm")
-    scheme = Awq(group_size=None if size == -1 else size)
+    spelled = {"bits": quantization.values.get("w_bit"), "group_size": quantization.values.get("q_group_size")}
+    scheme = read_scheme(ConfigFields({**spelled, **quantization.values}, quantization.where))
     is_dense = names_of(quantization, "modules_to_not_convert")
     return Quantized(name="awq", scheme_of=lambda name, _held: None if is_dense(name) else scheme)

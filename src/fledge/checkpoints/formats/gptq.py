@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from fledge.checkpoints.formats.dense import StoredLinear, WeightFormat
-from fledge.checkpoints.formats.quantized import Quantized, expect_dtypes, names_of, refusal
+from fledge.checkpoints.formats.quantized import Quantized, expect_dtypes, names_of, read_group_size, refusal
 from fledge.checkpoints.formats.schemes import SCALE_DTYPES, ceil_div, integer_weight, unpack_words
 from fledge.checkpoints.tensors import TensorInfo
 from fledge.kernels.quantized_linear import QuantizedWeight
@@ -67,16 +67,18 @@ class Gptq:
             raise refusal(linear, "g_idx", str(error)) from None
 
 
+def read_scheme(fields: ConfigFields, *, zeros_less_one: bool) -> Gptq:
+    """The bits and groups that a config says."""
+    if (bits := fields.integer("bits")) not in (4, 8):
+        raise fields.error("bits", bits, "4 or 8")
+    return Gptq(bits=4 if bits == 4 else 8, group_size=read_group_size(fields, -1), zeros_less_one=zeros_less_one)
+
+
 def weight_format(quantization: ConfigFields) -> WeightFormat | None:
     if quantization.values.get("quant_method") not in ("gptq", "gptqmodel"):
         return None
-    bits, size = quantization.integer("bits"), quantization.values.get("group_size", -1)
-    if bits not in (4, 8):
-        raise quantization.error("bits", bits, "4 or 8")
-    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-        raise quantization.error("group_size", size, "a positive integer, or -1 for whole rows")
     if (stored := quantization.text("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
         raise quantization.error("checkpoint_format", stored, "gptq or gptq_v2")
-    scheme = Gptq(bits=4 if bits == 4 else 8, group_size=None if size == -1 else size, zeros_less_one=stored == "gptq")
+    scheme = read_scheme(quantization, zeros_less_one=stored == "gptq")
     is_dense = names_of(quantization, "modules_to_not_convert")
     return Quantized(name="gptq", scheme_of=lambda name, _held: None if is_dense(name) else scheme)

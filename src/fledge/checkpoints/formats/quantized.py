@@ -22,7 +22,7 @@ from fledge.layers.quantized import QuantizedLinear
 from fledge.models.hf_config import ConfigFields
 
 # Scales of activations, which a scheme may read, and of caches, which `kv_scales` reads.
-UNREAD = {"input_scale", "activation_scale", "input_global_scale", "output_scale"}
+UNREAD = {"input_scale", "input_scale_ub", "activation_scale", "input_global_scale", "output_scale"}
 UNREAD |= {"q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale"}
 _AS_MATRIX = ".kv_b_proj"  # latent attention reads it other than by a product
 
@@ -134,6 +134,15 @@ def expect_dtypes(linear: StoredLinear, **kinds: Sequence[str] | str) -> None:
         allowed = [dtypes] if isinstance(dtypes, str) else list(dtypes)
         if linear.held[kind].dtype not in allowed:
             raise refusal(linear, kind, " or ".join(allowed))
+
+
+def read_group_size(fields: ConfigFields, default: int) -> int | None:
+    """How many columns share a scale; None: all of a row, for which configs say -1."""
+    size = fields.values.get("group_size")
+    size = default if size is None else size
+    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        raise fields.error("group_size", size, "a positive integer, or -1 for whole rows")
+    return None if size == -1 else size
 
 
 def names_of(fields: ConfigFields, *lists: str) -> Callable[[str], bool]:

@@ -112,13 +112,14 @@ class Drafter(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.vocab_size) if config.reduced_vocab else None
+        self.logits_scaling = 1.0  # of a head that is the target's
 
     def share_with(self, target: TargetModel) -> None:
         """Use the target's embedding and head where the drafter has none of its own."""
         if not self.config.own_embedding:
             self.embed_tokens = target.embed_tokens
         if not self.config.own_head:
-            self.lm_head = target.lm_head
+            self.lm_head, self.logits_scaling = target.lm_head, target.config.logits_scaling
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
@@ -181,7 +182,7 @@ class Drafter(nn.Module):
         """[*lead, hidden] -> [*lead, draft_vocab]."""
         assert self.lm_head is not None, "share_with(target) first"
         out: Tensor = self.lm_head(head)
-        return out
+        return out if self.logits_scaling == 1 else out / self.logits_scaling
 
     def likeliest(self, head: Tensor) -> tuple[Tensor, Tensor]:
         """[n, hidden] -> [n] both: the target id of the token that each row likes best, and its probability."""

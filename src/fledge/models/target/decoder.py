@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fledge.errors import CheckpointError
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.block import DecoderLayer
 from fledge.layers.linear import Linear, norm_of
@@ -46,9 +47,7 @@ class TargetModel(nn.Module):
         self, tokens: Tensor, positions: Tensor, storage: KeyValueStorage, aux_layer_ids: tuple[int, ...] = ()
     ) -> TargetStates:
         """Tokens and positions [*lead]. Aux id k is the input of block k; `num_layers` the stream before the norm."""
-        update: Tensor = self.embed_tokens(tokens)
-        if self.config.embedding_scale != 1:
-            update = update * update.new_full((), self.config.embedding_scale)  # rounded to the dtype, as Gemma does
+        update = self.embed(tokens)
         stream: Tensor | None = None
         rotation = self.rope(positions, update.dtype)
         local = rotation if self.local_rope is None else self.local_rope(positions, update.dtype)
@@ -61,7 +60,28 @@ class TargetModel(nn.Module):
         aux = torch.cat([inputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else None
         return TargetStates(final=final, aux=aux)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[*lead] -> [*lead, hidden]: what the first layer reads."""
+        embedded: Tensor = self.embed_tokens(tokens)
+        if (scale := self.config.embedding_scale) == 1:
+            return embedded
+        return embedded * embedded.new_full((), scale)  # rounded to the dtype, as Gemma does
+
+    @property
+    def logits_weight(self) -> Tensor:
+        """[vocab, hidden]: logits are its product with `TargetStates.final`. Raises where they are capped."""
+        if (cap := self.config.logits_softcap) is not None:
+            what = f"its logits are not a linear function of its final hidden state (final_logit_softcapping {cap})"
+            cannot = "such a target cannot teach a drafter here, nor be probed through vLLM"
+            raise CheckpointError(f"{self.config.family}: {what}; {cannot}")
+        scaling = self.config.logits_scaling
+        return self.lm_head.weight if scaling == 1 else self.lm_head.weight / scaling
+
     def logits(self, final: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, vocab]."""
         out: Tensor = self.lm_head(final)
+        if self.config.logits_scaling != 1:
+            out = out / self.config.logits_scaling
+        if (cap := self.config.logits_softcap) is not None:
+            out = torch.tanh(out / cap) * cap
         return out

@@ -69,5 +69,10 @@ def extra_fields(config: TargetConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    name="deepseek_v2", architecture="DeepseekV2ForCausalLM", layer=layer, layers=dense_first, extra_fields=extra_fields
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    layer=layer,
+    layers=dense_first,
+    defaults={"q_lora_rank": 1536, "n_shared_experts": 2},
+    extra_fields=extra_fields,
 )

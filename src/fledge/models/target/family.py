@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fledge.layers.config import LayerConfig
+from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
-from fledge.models.hf_config import ConfigFields, read_dtype
+from fledge.models.hf_config import ConfigFields, read_dtype, rope_holders
 
 Windows = tuple[int | None, ...]
 
@@ -16,13 +16,15 @@ class Family:
     """What differs from family to family. A file of this folder that declares a `FAMILY` is all that one takes.
 
     The first functions read a config.json: the layer, naming the kinds of parts that it has (`LayerConfig`), the
-    sliding window of each layer, none by default, and all layers where they are not alike. `defaults` stand for fields
-    that a config leaves out. In multimodal models of the classes `wrappers` it is the language model, perhaps under a
-    model type of its own (`aliases`).
+    sliding window of each layer, none by default, all layers where they are not alike, and what is done to embeddings
+    and logits, as fields of `TargetConfig`. `defaults` stand for fields that a config leaves out, as transformers has
+    them: what is null is not left out. In multimodal models of the classes `wrappers` it is the language model, perhaps
+    under a model type of its own, one of `aliases`, which may have defaults of its own.
     `extra_fields` writes what the fields that all families share do not say. `tensor_names` are pieces of the names in
-    Hugging Face's files and of ours, where they differ, applied in this order. `stores_joined` are the linears that are
-    one tensor there: query, key and value, or gate and up. `stacks_experts`: so are those of all experts of a
-    layer, transposed, and gate and up; `interleaves_gate`: in turns.
+    Hugging Face's files and of ours, where they differ, applied in this order. Vectors whose names end in one of
+    `stored_as_row` are matrices of one row there; what begins, here, with one of `ignores` is not read. `stores_joined`
+    are the linears that are one tensor there: query, key and value, or gate and up. `stacks_experts`: so are those of
+    all experts of a layer, transposed, and gate and up; `interleaves_gate`: in turns.
     """
 
     name: str  # `model_type`
@@ -31,11 +33,13 @@ class Family:
     windows: Callable[[ConfigFields], Windows] = lambda _fields: ()
     layers: Callable[[ConfigFields, LayerConfig], tuple[LayerConfig, ...]] = lambda _fields, _layer: ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
+    aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
-    scaled_embedding: bool = False  # by the root of the hidden size
+    ends: Callable[[ConfigFields], Mapping[str, float]] = lambda _fields: {}
     extra_fields: Callable[[TargetConfig], dict[str, Any]] = lambda _config: {}
     tensor_names: tuple[tuple[str, str], ...] = ()
+    stored_as_row: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
     stores_joined: tuple[str, ...] = ()
     stacks_experts: bool = False
     interleaves_gate: bool = False
@@ -45,7 +49,13 @@ class Family:
         return not {self.architecture, *self.wrappers}.isdisjoint(architectures)
 
     def config_from_hf(self, fields: ConfigFields) -> TargetConfig:
-        fields = ConfigFields({**self.defaults, **fields.values}, fields.where)
+        defaults = {"rope_theta": RopeConfig.theta, **self.defaults, **self.aliases.get(fields.text("model_type"), {})}
+        values = {**defaults, **fields.values}
+        if any("rope_theta" in holder for holder in rope_holders(fields)):
+            values["rope_theta"] = fields.values.get("rope_theta")
+        elif values["rope_theta"] is None:
+            values["rope_theta"] = defaults["rope_theta"]
+        fields = ConfigFields(values, fields.where)
         layer = self.layer(fields)
         return TargetConfig(
             family=self.name,
@@ -56,10 +66,10 @@ class Family:
             max_positions=fields.integer("max_position_embeddings"),
             tied_head=fields.flag("tie_word_embeddings", False),
             sliding_windows=self.windows(fields),
-            embedding_scale=layer.hidden_size**0.5 if self.scaled_embedding else 1.0,
             dtype=read_dtype(fields),
             bos_id=fields.integer("bos_token_id", minimum=0) if "bos_token_id" in fields else None,
             eos_ids=fields.integers("eos_token_id") or (),
+            **self.ends(fields),
         )
 
     def is_joined(self, name: str) -> bool:
@@ -114,6 +124,16 @@ def windows_by_type(fields: ConfigFields, is_local: Callable[[int], bool]) -> Wi
     return windows if any(windows) else ()
 
 
+def rotating_layers(fields: ConfigFields) -> list[bool]:
+    """Whether each layer rotates. `no_rope_layers` says 1 for those that do, whatever it is called."""
+    said, interval = fields.integers("no_rope_layers"), fields.integer("no_rope_layer_interval", 4)
+    if not said:
+        return [(i + 1) % interval != 0 for i in range(fields.layers())]
+    if len(said) != fields.layers() or not {0, 1}.issuperset(said):
+        raise fields.error("no_rope_layers", list(said), f"{fields.layers()} numbers, 0 or 1, one for each layer")
+    return [bool(rotates) for rotates in said]
+
+
 def rope_fields(fields: ConfigFields, kind: str, theta: float) -> ConfigFields:
     """The config with the rope of one kind of layers: transformers 5 has one for each. `theta` where none is said."""
     values, by_type = dict(fields.values), fields.nested("rope_parameters")
@@ -121,6 +141,18 @@ def rope_fields(fields: ConfigFields, kind: str, theta: float) -> ConfigFields:
         values = {**values, "rope_parameters": own.values, "rope_theta": None, "rope_scaling": None}
         return ConfigFields(values if "rope_theta" in own else {**values, "rope_theta": theta}, fields.where)
     return ConfigFields({"rope_theta": theta, **values}, fields.where)
+
+
+def with_scaling(fields: ConfigFields, scaling: Mapping[str, Any]) -> ConfigFields:
+    """The config with this scaling of its rope, where it says nothing of one."""
+    if "rope_parameters" in fields or "rope_scaling" in fields:
+        return fields
+    return ConfigFields({**fields.values, "rope_scaling": dict(scaling)}, fields.where)
+
+
+def plain_rope_fields(config: TargetConfig) -> dict[str, Any]:
+    """What a config must say of a rope that is not scaled, where `with_scaling` would scale it."""
+    return {"rope_scaling": {"rope_type": "default"}} if config.layer.rope.type == "default" else {}
 
 
 def window_fields(config: TargetConfig | DrafterConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def layer(fields: ConfigFields) -> LayerConfig:
         output_bias=bias,
         norm_placement="both",
         norm_offset=True,
-        query_scalar=fields.integer("query_pre_attn_scalar"),
+        attention_scale=fields.integer("query_pre_attn_scalar") ** -0.5,
     )
 
 
@@ -50,9 +50,10 @@ def _local_rope(fields: ConfigFields) -> RopeConfig:
 
 def extra_fields(config: TargetConfig) -> dict[str, Any]:
     local = config.layers[0].rope if config.layers else config.layer.rope
+    assert config.layer.attention_scale is not None
     return {
         "hidden_activation": config.layer.activation,
-        "query_pre_attn_scalar": config.layer.query_scalar,
+        "query_pre_attn_scalar": round(config.layer.attention_scale**-2),
         "rope_local_base_freq": local.theta,
         "pad_token_id": None,
         **window_fields(config),
@@ -67,6 +68,7 @@ FAMILY = Family(
     windows=windows,
     # Published configs leave out what is as in the first of these models.
     defaults={
+        "rope_theta": _THETA,
         "vocab_size": 262_208,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -78,6 +80,6 @@ FAMILY = Family(
         "tie_word_embeddings": True,
     },
     wrappers=("Gemma3ForConditionalGeneration",),
-    scaled_embedding=True,
+    ends=lambda fields: {"embedding_scale": fields.integer("hidden_size") ** 0.5},
     extra_fields=extra_fields,
 )

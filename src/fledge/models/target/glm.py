@@ -20,10 +20,13 @@ def extra_fields(config: TargetConfig) -> dict[str, Any]:
     return {"partial_rotary_factor": config.layer.rope.partial_factor, "pad_token_id": None}
 
 
+DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7}
+
 FAMILY = Family(
     name="glm",
     architecture="GlmForCausalLM",
     layer=layer,
+    defaults=DEFAULTS,
     extra_fields=extra_fields,
     stores_joined=("gate_up_proj",),
 )

@@ -9,7 +9,8 @@ FAMILY = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
     layer=lambda fields: replace(glm.layer(fields), norm_placement="both"),
-    aliases=("glm4v_text",),
+    defaults=glm.DEFAULTS,
+    aliases={"glm4v_text": {"head_dim": None, "rms_norm_eps": 1e-5}},
     wrappers=("Glm4vForConditionalGeneration",),
     extra_fields=glm.extra_fields,
     # Its names of the norms say where they are, but for one, which is Llama's for the place before the MLP.

@@ -22,6 +22,13 @@ FAMILY = replace(
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     layers=layers,
-    defaults={"first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.8},
+    defaults={
+        "num_key_value_heads": 20,
+        "q_lora_rank": 768,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-5,
+    },
     wrappers=(),
 )

@@ -9,16 +9,21 @@ from fledge.layers.config import ExpertsConfig, LayerConfig
 from fledge.layers.mlp import CLAMPED_SLOPE
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer
-from fledge.models.target.family import Family, Windows, window_fields, windows_by_type
+from fledge.models.target.family import (
+    Family,
+    Windows,
+    plain_rope_fields,
+    window_fields,
+    windows_by_type,
+    with_scaling,
+)
 
 # What transformers and vLLM take a config for that says nothing of its rope: that of the published models.
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
 def layer(fields: ConfigFields) -> LayerConfig:
-    if "rope_parameters" not in fields and "rope_scaling" not in fields:
-        values = {"rope_theta": 150_000.0, **fields.values, "rope_scaling": _YARN}
-        fields = ConfigFields(values, fields.where)
+    fields = with_scaling(fields, _YARN)
     if fields.number("swiglu_alpha", CLAMPED_SLOPE) != CLAMPED_SLOPE:
         raise fields.error("swiglu_alpha", fields.values["swiglu_alpha"], f"{CLAMPED_SLOPE}")
     experts = ExpertsConfig(
@@ -43,7 +48,7 @@ def extra_fields(config: TargetConfig) -> dict[str, Any]:
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_token,
         "swiglu_limit": experts.swiglu_limit,
-        **({"rope_scaling": {"rope_type": "default"}} if config.layer.rope.type == "default" else {}),
+        **plain_rope_fields(config),
         **window_fields(config),
     }
 
@@ -53,6 +58,13 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     layer=layer,
     windows=windows,
+    defaults={
+        "rope_theta": 150_000.0,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+    },
     extra_fields=extra_fields,
     tensor_names=((".router.", ".gate."),),
     stacks_experts=True,

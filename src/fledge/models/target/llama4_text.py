@@ -9,10 +9,9 @@ from typing import Any
 
 from fledge.layers.config import ExpertsConfig, LayerConfig, TemperatureConfig
 from fledge.models.config import TargetConfig
-from fledge.models.hf_config import ConfigFields, read_layer, rope_holders
-from fledge.models.target.family import Family, Windows
+from fledge.models.hf_config import ConfigFields, read_layer
+from fledge.models.target.family import Family, Windows, rotating_layers
 
-_THETA = 500_000.0
 _TYPES = {True: "chunked_attention", False: "full_attention"}  # by whether a layer rotates
 
 
@@ -28,8 +27,6 @@ def layer(fields: ConfigFields) -> LayerConfig:
         weighted_inputs=True,
     )
     values = {**fields.values, "intermediate_size": fields.integer("intermediate_size_mlp")}
-    if not any("rope_theta" in holder for holder in rope_holders(fields)):
-        values["rope_theta"] = _THETA
     found = read_layer(
         ConfigFields(values, fields.where),
         experts=experts,
@@ -50,12 +47,12 @@ def layers(fields: ConfigFields, layer: LayerConfig) -> tuple[LayerConfig, ...]:
         layer, rope=replace(layer.rope, partial_factor=0.0), rotated_norm=False, temperature=temperature, chunked=False
     )
     sparse = _layers_with_experts(fields)
-    kinds = [layer if rotates else still for rotates in _rotating(fields)]
+    kinds = [layer if rotates else still for rotates in rotating_layers(fields)]
     return tuple(kind if i in sparse else replace(kind, experts=None) for i, kind in enumerate(kinds))
 
 
 def windows(fields: ConfigFields) -> Windows:
-    rotating = _rotating(fields)
+    rotating = rotating_layers(fields)
     types = fields.values.get("layer_types") or [_TYPES[rotates] for rotates in rotating]
     if types != [_TYPES[rotates] for rotates in rotating]:
         raise fields.error("layer_types", types, "chunked_attention in the layers that rotate (no_rope_layers)")
@@ -63,16 +60,6 @@ def windows(fields: ConfigFields) -> Windows:
         return ()
     size = fields.integer("attention_chunk_size")
     return tuple(size if rotates else None for rotates in rotating)
-
-
-def _rotating(fields: ConfigFields) -> list[bool]:
-    """Whether each layer rotates. `no_rope_layers` says 1 for those that do, whatever it is called."""
-    said, interval = fields.integers("no_rope_layers"), fields.integer("no_rope_layer_interval", 4)
-    if not said:
-        return [(i + 1) % interval != 0 for i in range(fields.layers())]
-    if len(said) != fields.layers() or not {0, 1}.issuperset(said):
-        raise fields.error("no_rope_layers", list(said), f"{fields.layers()} numbers, 0 or 1, one for each layer")
-    return [bool(rotates) for rotates in said]
 
 
 def _layers_with_experts(fields: ConfigFields) -> tuple[int, ...]:
@@ -113,6 +100,10 @@ FAMILY = Family(
     windows=windows,
     # Published configs leave out what is as in the first of these models.
     defaults={
+        "rope_theta": 500_000.0,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
         "intermediate_size_mlp": 16_384,
         "num_experts_per_tok": 1,
         "use_qk_norm": True,

@@ -46,6 +46,7 @@ FAMILY = Family(
     name="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     layer=layer,
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5_000_000.0},
     extra_fields=extra_fields,
     tensor_names=EXPERT_NAMES,
 )

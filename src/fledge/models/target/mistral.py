@@ -9,7 +9,7 @@ FAMILY = Family(
     layer=read_layer,
     windows=window_of_all_layers,
     # A file that does not mention the window means that of version 0.1; one that says null means none.
-    defaults={"sliding_window": 4096},
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8},
     wrappers=("Mistral3ForConditionalGeneration",),
     extra_fields=lambda config: {"sliding_window": config.sliding_window(0)},
 )

@@ -39,6 +39,7 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     layer=layer,
     windows=window_of_all_layers,
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     extra_fields=extra_fields,
     tensor_names=EXPERT_NAMES,
 )

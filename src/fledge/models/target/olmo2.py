@@ -10,4 +10,4 @@ def layer(fields: ConfigFields) -> LayerConfig:
     return read_layer(fields, norm_placement="post", qk_norm=True, qk_norm_whole=True, qkv_bias=bias, output_bias=bias)
 
 
-FAMILY = Family(name="olmo2", architecture="Olmo2ForCausalLM", layer=layer)
+FAMILY = Family(name="olmo2", architecture="Olmo2ForCausalLM", layer=layer, defaults={"rms_norm_eps": 1e-5})

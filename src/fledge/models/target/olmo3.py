@@ -40,6 +40,6 @@ FAMILY = Family(
     layer=layer,
     layers=layers,
     windows=windows,
-    defaults={"sliding_window": 4096},
+    defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5, "rope_theta": _THETA},
     extra_fields=window_fields,
 )

@@ -20,6 +20,7 @@ FAMILY = Family(
     architecture="Phi3ForCausalLM",
     layer=partial(read_layer, partial_rotary=True),
     windows=window_of_all_layers,
+    defaults={"rms_norm_eps": 1e-5},
     extra_fields=extra_fields,
     stores_joined=("qkv_proj", "gate_up_proj"),
 )

@@ -40,6 +40,7 @@ FAMILY = Family(
     layer=layer,
     layers=qwen3_moe.layers,
     windows=windows,
+    defaults={"num_key_value_heads": 16, "sliding_window": 4096},
     extra_fields=extra_fields,
     tensor_names=((".shared_expert.", ".shared_experts."),),
 )

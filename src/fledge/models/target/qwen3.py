@@ -15,7 +15,8 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     layer=layer,
     windows=windows_of_upper_layers,
-    aliases=("qwen3_vl_text",),
+    defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+    aliases={"qwen3_vl_text": {"rope_theta": 500_000.0}},
     wrappers=("Qwen3VLForConditionalGeneration",),
     extra_fields=window_fields,
 )

@@ -52,7 +52,8 @@ FAMILY = Family(
     layer=layer,
     layers=layers,
     windows=windows_of_upper_layers,
-    aliases=(_NORMALISED,),
+    defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+    aliases={_NORMALISED: {"num_key_value_heads": 16, "rope_theta": 500_000.0}},
     wrappers=("Qwen3VLMoeForConditionalGeneration",),
     extra_fields=extra_fields,
 )

@@ -21,4 +21,10 @@ def extra_fields(config: TargetConfig) -> dict[str, Any]:
     return {"attention_out_bias": config.layer.output_bias}
 
 
-FAMILY = Family(name="seed_oss", architecture="SeedOssForCausalLM", layer=layer, extra_fields=extra_fields)
+FAMILY = Family(
+    name="seed_oss",
+    architecture="SeedOssForCausalLM",
+    layer=layer,
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
+    extra_fields=extra_fields,
+)

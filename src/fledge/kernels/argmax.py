@@ -21,7 +21,7 @@ def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
     return _largest(logits, offsets, None)
 
 
-def likeliest_rows(logits: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def argmax_with_probability(logits: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`argmax_rows`, and the probability of what it finds under the row's softmax, [rows] float32: read once."""
     confidence = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
     return _largest(logits, offsets, confidence), confidence

@@ -253,7 +253,7 @@ def _rounded(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
     """x [rows, size] as what the weight wants it to be multiplied as."""
     if isinstance(weight, Tensor) or weight.activations is None:
         return x
-    return quantize_rows(x, weight.input_scale).decoded()
+    return quantize_rows(x, weight.input_scale).dequantized()
 
 
 def _matrices(stacked: Stacked, shared: Tensor | None) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@
 
 The scale of a row is the largest of its numbers over 448, 1 where all are zero; or one for all of them is given. The
 kernel agrees with the reference to the last bit. Kernels whose results are rounded next (`rms_norm`, `swiglu`) may do
-so themselves: `CodedRows` is what they leave.
+so themselves: `QuantizedRows` is what they leave.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from fledge.kernels.cache_codes import FP8, FP8_MAX
 
 
 @dataclass(frozen=True)
-class CodedRows:
+class QuantizedRows:
     """Rows of `dtype` as their codes [..., size] and scales [..., 1]."""
 
     codes: Tensor
@@ -26,11 +26,11 @@ class CodedRows:
     dtype: torch.dtype
 
     @classmethod
-    def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "CodedRows":
+    def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "QuantizedRows":
         codes = torch.empty(shape, dtype=FP8, device=device)
         return cls(codes, torch.empty(*shape[:-1], 1, dtype=torch.float32, device=device), dtype)
 
-    def decoded(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """Its numbers: products in float32, rounded once."""
         if not runs_triton(self.codes, self.scales) or not has_fp8(self.codes.device) or self.codes.numel() == 0:
             return (self.codes.float() * self.scales).to(self.dtype)
@@ -47,11 +47,11 @@ def has_fp8(device: torch.device) -> bool:
     return capability(device) >= (8, 9)
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None = None) -> CodedRows:
+def quantize_rows(x: Tensor, scale: Tensor | None = None) -> QuantizedRows:
     """x [..., size] in codes; `scale` is a float32 number on its device."""
     if not runs_triton(x, scale) or not has_fp8(x.device):
         return quantize_rows_reference(x, scale)
-    rows, out = as_rows(x), CodedRows.empty(x.shape, x.dtype, x.device)
+    rows, out = as_rows(x), QuantizedRows.empty(x.shape, x.dtype, x.device)
     if x.numel() > 0:
         block = next_power_of_two(rows.shape[1])
         _quantize_rows_kernel[(len(rows),)](
@@ -69,7 +69,7 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> CodedRows:
     return out
 
 
-def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> CodedRows:
+def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> QuantizedRows:
     wide = x.float()
     if scale is None:
         largest = wide.abs().amax(-1, keepdim=True)
@@ -77,7 +77,7 @@ def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> CodedRows
         scales = scales.masked_fill(scales == 0, 1.0)
     else:
         scales = scale.expand(*x.shape[:-1], 1).contiguous()
-    return CodedRows((wide / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales, x.dtype)
+    return QuantizedRows((wide / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales, x.dtype)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from fledge.kernels._triton import as_rows, capability, has_room, processors, ru
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import choose_invariant_launch, choose_launch, counters, fragment_linear_triton
 from fledge.kernels.invariant_linear import invariant_linear
-from fledge.kernels.quantize_rows import CodedRows, quantize_rows
+from fledge.kernels.quantize_rows import QuantizedRows, quantize_rows
 from fledge.kernels.scaled_linear import multiplies_codes, scaled_linear, takes_codes
 
 Kind = Literal["int8", "fp8", "int4", "fp4"]
@@ -52,7 +52,7 @@ class QuantizedWeight:
     scales: Tensor  # [rows, groups], a floating-point dtype in which they are exact
     zeros: Tensor | None = None  # [rows, groups], small integers; None: all zero, as always for floating-point codes
     order: Tensor | None = None  # int64 [columns]: column i of the codes is this column of the matrix (act-order)
-    in_fragments: bool = False  # codes lie as the GPU's kernels read them: see `for_gpu`
+    in_fragments: bool = False  # codes lie as the GPU's kernels read them: see `to_gpu_layout`
     activations: Activations | None = None  # x is rounded to E4M3; only for fp8 with one scale for each row
     input_scale: Tensor | None = None  # float32 []: that of "tensor"
 
@@ -84,7 +84,7 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def quantized_linear(
-    x: Tensor | CodedRows, weight: QuantizedWeight, bias: Tensor | None = None, *, invariant: bool = False
+    x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None, *, invariant: bool = False
 ) -> Tensor:
     """Return x W^T + bias for x [..., columns] and bias [rows], of x as the weight wants it rounded, or as it comes.
 
@@ -97,7 +97,7 @@ def quantized_linear(
     is_stored = not weight.in_fragments and not invariant
     if is_stored and runs_triton(x.codes, weight.codes, bias) and takes_codes(x, weight.codes):
         return scaled_linear(x, weight.codes, weight.scales, bias)
-    return _weight_only(x.decoded(), weight, bias, invariant)
+    return _weight_only(x.dequantized(), weight, bias, invariant)
 
 
 def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, invariant: bool) -> Tensor:
@@ -175,7 +175,7 @@ def pack_halves(values: Tensor) -> Tensor:
     return values[:, ::2] | (values[:, 1::2] << 4)
 
 
-def for_gpu(
+def to_gpu_layout(
     weight: QuantizedWeight, dtype: torch.dtype = torch.bfloat16, *, invariant: bool = False
 ) -> QuantizedWeight:
     """The same matrix, however it lies, in the layout that the GPU's kernels read, or those of invariant products.
@@ -200,8 +200,8 @@ def for_gpu(
     return replace(weight, codes=to_fragments(codes).view(weight.codes.dtype), in_fragments=True)
 
 
-def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
-    """The way back from `for_gpu`: rows one after the other, in as few bits as at first."""
+def to_stored_layout(weight: QuantizedWeight) -> QuantizedWeight:
+    """The way back from `to_gpu_layout`: rows one after the other, in as few bits as at first."""
     return replace(
         weight,
         codes=_stored_codes(weight),

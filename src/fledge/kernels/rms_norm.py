@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.quantize_rows import CodedRows, encode_rows, has_fp8, quantize_rows_reference, scales_of_rows
+from fledge.kernels.quantize_rows import QuantizedRows, encode_rows, has_fp8, quantize_rows_reference, scales_of_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,12 +27,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def coded_rms_norm(x: Tensor, weight: Tensor, eps: float) -> CodedRows:
+def quantized_rms_norm(x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
     """`quantize_rows(rms_norm(x))`."""
     if not runs_triton(x, weight) or not has_fp8(x.device):
         return quantize_rows_reference(rms_norm_reference(x, weight, eps))
     assert x.dtype == weight.dtype
-    out = CodedRows.empty(x.shape, x.dtype, x.device)
+    out = QuantizedRows.empty(x.shape, x.dtype, x.device)
     _launch(x, None, weight, eps, out)
     return out
 
@@ -46,13 +46,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, _launch(x, residual, weight, eps, out)
 
 
-def coded_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[CodedRows, Tensor]:
+def quantized_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[QuantizedRows, Tensor]:
     """(`quantize_rows(rms_norm(x + residual))`, x + residual)."""
     if not runs_triton(x, residual, weight) or not has_fp8(x.device):
         total = x + residual
         return quantize_rows_reference(rms_norm_reference(total, weight, eps)), total
     assert x.dtype == weight.dtype
-    out = CodedRows.empty(x.shape, x.dtype, x.device)
+    out = QuantizedRows.empty(x.shape, x.dtype, x.device)
     return out, _launch(x, residual, weight, eps, out)
 
 
@@ -70,7 +70,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | CodedRows) -> Tensor:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | QuantizedRows) -> Tensor:
     """Write `out` and return x + residual, or x. A whole row stays in registers.
 
     Short rows (heads) share a program, about 1,024 elements in each.
@@ -98,7 +98,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
         BLOCK=block,
         ROWS=rows_per_program,
         ADD=residual is not None,
-        CODED=isinstance(out, CodedRows),
+        CODED=isinstance(out, QuantizedRows),
         num_warps=num_warps,
         **overlapping(x.device),
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import as_rows, has_room, processors
-from fledge.kernels.quantize_rows import CodedRows, has_fp8
+from fledge.kernels.quantize_rows import QuantizedRows, has_fp8
 from fledge.kernels.skinny_linear import CHAINS, skinny_linear_triton
 
 _ALIGNED = 16  # rows and columns of W for torch, in bytes
@@ -24,7 +24,7 @@ def multiplies_codes(device: torch.device, dtype: torch.dtype) -> bool:
     return has_fp8(device) and (dtype == torch.bfloat16 or (dtype == torch.float16 and has_room(device)))
 
 
-def takes_codes(x: CodedRows, weight: Tensor) -> bool:
+def takes_codes(x: QuantizedRows, weight: Tensor) -> bool:
     """Whether `scaled_linear` multiplies x with the codes of W [columns, size]; else numbers must be.
 
     In float16 that is only the few rows: torch writes bfloat16.
@@ -35,7 +35,7 @@ def takes_codes(x: CodedRows, weight: Tensor) -> bool:
     return (x.dtype == torch.bfloat16 and is_aligned) or _launch(x, weight) is not None
 
 
-def scaled_linear(x: CodedRows, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
+def scaled_linear(x: QuantizedRows, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
     """weight [columns, size], weight_scales [columns, 1]; bias [columns]."""
     launch = _launch(x, weight)
     if launch is not None:
@@ -53,7 +53,7 @@ def scaled_linear(x: CodedRows, weight: Tensor, weight_scales: Tensor, bias: Ten
     return out.view(*x.codes.shape[:-1], -1)
 
 
-def _launch(x: CodedRows, weight: Tensor) -> dict[str, int] | None:
+def _launch(x: QuantizedRows, weight: Tensor) -> dict[str, int] | None:
     if x.dtype.itemsize != 2 or not has_room(weight.device):
         return None
     columns, size = weight.shape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.quantize_rows import CodedRows, encode_rows, has_fp8, quantize_rows_reference, scales_of_rows
+from fledge.kernels.quantize_rows import QuantizedRows, encode_rows, has_fp8, quantize_rows_reference, scales_of_rows
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -32,12 +32,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def coded_swiglu(gate_up: Tensor) -> CodedRows:
+def quantized_swiglu(gate_up: Tensor) -> QuantizedRows:
     """`quantize_rows(swiglu(gate_up))`: a program has a row, since its scale depends on all of it."""
     if not runs_triton(gate_up) or not has_fp8(gate_up.device):
         return quantize_rows_reference(_swiglu_reference(gate_up))
     size, rows = gate_up.shape[-1] // 2, as_rows(gate_up)
-    out = CodedRows.empty(torch.Size([*gate_up.shape[:-1], size]), gate_up.dtype, gate_up.device)
+    out = QuantizedRows.empty(torch.Size([*gate_up.shape[:-1], size]), gate_up.dtype, gate_up.device)
     if out.codes.numel() > 0:
         block = next_power_of_two(size)
         _coded_swiglu_kernel[(rows.shape[0],)](

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fledge.kernels._triton import register_cpu_kernels
-from fledge.layers.block import code_early, join_weights
+from fledge.layers.block import fuse_input_quantization, join_weights
 from fledge.layers.linear import compute_weight
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -38,7 +38,7 @@ def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetMode
     if target.embed_tokens.weight.device.type != "cpu":
         for model in models:
             join_weights(model)
-            code_early(model)
+            fuse_input_quantization(model)
         torch.cuda.empty_cache()  # where the weights were there is room for keys and values
         return target, drafter
     pack_linears(*models)
@@ -60,7 +60,7 @@ def accelerate_drafter(drafter: Drafter) -> Drafter:
     """The same for a drafter that comes later, to a target that `accelerate` has made ready."""
     if compute_weight(drafter).device.type != "cpu":
         join_weights(drafter)
-        code_early(drafter)
+        fuse_input_quantization(drafter)
         return drafter
     pack_linears(drafter)
     return lower_drafter(drafter) or drafter

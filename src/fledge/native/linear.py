@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.quantize_rows import CodedRows
+from fledge.kernels.quantize_rows import QuantizedRows
 from fledge.layers.linear import Linear
 from fledge.layers.mlp import SwiGLU
 from fledge.layers.quantized import QuantizedLinear
@@ -49,7 +49,7 @@ class PackedQuantizedLinear(QuantizedLinear):
         self.__dict__.update(vars(plain))
         self.packed = packed
 
-    def forward(self, x: Tensor | CodedRows) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         if not isinstance(x, Tensor) or torch.is_grad_enabled() or x.dtype != torch.float32:
             return super().forward(x)
         return packed_linear(x, self.packed)

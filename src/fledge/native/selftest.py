@@ -119,7 +119,7 @@ def _check_quantized(library: ctypes.CDLL, source: torch.Generator) -> None:
         aligned = aligned[-aligned.data_ptr() % 64 // 4 :][: panels.words.numel()].copy_(panels.words.flatten())
         held = {**panels.tensors(), "panels": aligned, "codes": panels.codes, "group": panels.group}
         quantized = struct("Matrix", **sizes, **held, rounds_x=kind == "fp8")
-        rounded = quantize_rows_reference(x).decoded() if kind == "fp8" else x
+        rounded = quantize_rows_reference(x).dequantized() if kind == "fp8" else x
         found = [torch.empty(_ROWS, rows) for _ in range(2)]
         for matrix, given, out in zip((dense, quantized), (rounded, x), found, strict=True):
             library.fledge_linear(matrix, given, columns, _ROWS, out, torch.get_num_threads())

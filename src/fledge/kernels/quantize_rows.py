@@ -1,10 +1,9 @@
-"""Rows in eight bits: E4M3 codes and a scale for each row.
+"""Quantisation of activations to FP8 (E4M3), with a scale for each row (token) or a static one.
 
-    code = x / scale, rounded to nearest, no larger than 448          x = code * scale
+    code = x / scale, rounded to nearest, clamped to +-448          x = code * scale
 
-The scale of a row is the largest of its numbers over 448, 1 where all are zero; or one for all of them is given. The
-kernel agrees with the reference to the last bit. Kernels whose results are rounded next (`rms_norm`, `swiglu`) may do
-so themselves: `QuantizedRows` is what they leave.
+The dynamic scale of a row is its largest absolute value / 448, or 1 if all are zero. Kernel and reference agree in
+every bit. `rms_norm` and `swiglu` have versions that quantise their results, and return `QuantizedRows`.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from fledge.kernels.cache_codes import FP8, FP8_MAX
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows of `dtype` as their codes [..., size] and scales [..., 1]."""
+    """Quantised rows: codes [..., size] and scales [..., 1]; `dtype` is that of the rows before."""
 
     codes: Tensor
     scales: Tensor
@@ -31,7 +30,7 @@ class QuantizedRows:
         return cls(codes, torch.empty(*shape[:-1], 1, dtype=torch.float32, device=device), dtype)
 
     def dequantized(self) -> Tensor:
-        """Its numbers: products in float32, rounded once."""
+        """Return codes * scales, computed in float32 and rounded once to `dtype`."""
         if not runs_triton(self.codes, self.scales) or not has_fp8(self.codes.device) or self.codes.numel() == 0:
             return (self.codes.float() * self.scales).to(self.dtype)
         out = torch.empty(self.codes.shape, dtype=self.dtype, device=self.codes.device)
@@ -43,12 +42,12 @@ class QuantizedRows:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether a GPU has numbers in E4M3, to make and to multiply: Ada and later."""
+    """Whether a GPU has instructions for FP8: Ada and later."""
     return capability(device) >= (8, 9)
 
 
 def quantize_rows(x: Tensor, scale: Tensor | None = None) -> QuantizedRows:
-    """x [..., size] in codes; `scale` is a float32 number on its device."""
+    """Quantise x [..., size], with a scale for each row, or with `scale`, a float32 scalar tensor on its device."""
     if not runs_triton(x, scale) or not has_fp8(x.device):
         return quantize_rows_reference(x, scale)
     rows, out = as_rows(x), QuantizedRows.empty(x.shape, x.dtype, x.device)
@@ -73,7 +72,7 @@ def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> Quantized
     wide = x.float()
     if scale is None:
         largest = wide.abs().amax(-1, keepdim=True)
-        scales = largest / torch.full_like(largest, FP8_MAX)  # by a number, torch on a GPU multiplies with its inverse
+        scales = largest / torch.full_like(largest, FP8_MAX)  # by a scalar, torch on a GPU multiplies by its reciprocal
         scales = scales.masked_fill(scales == 0, 1.0)
     else:
         scales = scale.expand(*x.shape[:-1], 1).contiguous()

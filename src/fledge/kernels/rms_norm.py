@@ -1,10 +1,8 @@
-"""Root-mean-square normalisation of rows: alone, fused with the residual addition before it, or a drafter's input.
-
-What a product of codes reads comes in codes, which are those of the rounded result.
+"""RMSNorm: alone, fused with the residual addition before it or the quantisation after it, or as a drafter's input.
 
 Rounding follows `fledge.layers.linear.RMSNorm`: the row is normalised in float32, rounded to its dtype, then multiplied
-by the weight. The kernel sums the squares in another order than torch, so float32 results differ in the last bits
-and bfloat16 results by at most one unit in the last place, where a rounding falls the other way.
+by the weight; quantised results are those of the rounded ones. The kernel sums squares in another order than torch, so
+float32 results differ in the last bits and bfloat16 results by at most one unit in the last place.
 """
 
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from fledge.kernels.quantize_rows import QuantizedRows, encode_rows, has_fp8, qu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension of x [..., size] and scale it by weight [size]. Heads of queries and keys too."""
+    """RMSNorm of x [..., size] over its last dimension, with weight [size]. Also for head norms."""
     if not runs_triton(x, weight):
         return rms_norm_reference(x, weight, eps)
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
@@ -64,17 +62,14 @@ def rms_norm_parts(x: Tensor, weights: Sequence[Tensor], eps: float) -> Tensor:
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == weight.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)  # the same arithmetic in one call; nothing to round in between
+        return F.rms_norm(x, weight.shape, weight, eps)  # the same arithmetic: there is no rounding in between
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | QuantizedRows) -> Tensor:
-    """Write `out` and return x + residual, or x. A whole row stays in registers.
-
-    Short rows (heads) share a program, about 1,024 elements in each.
-    """
+    """Write `out` and return x + residual, or x. A row is kept in registers; short rows (heads) share a program."""
     total = x
     if residual is not None:
         assert x.shape == residual.shape
@@ -108,11 +103,10 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
 def draft_input(
     tokens: Tensor, embedding: Tensor, feature: Tensor, embedding_norm: Tensor, feature_norm: Tensor, eps: float
 ) -> Tensor:
-    """What an EAGLE-3 drafter's first layer reads: the token's embedding and the feature, each normed, side by side.
+    """The input of an EAGLE-3 drafter's first layer: cat[norm(embedding of the token), norm(feature)].
 
-    In torch that is a lookup, two norms and a concatenation: four kernels that each move a few kilobytes, in every
-    draft step. Here they are one; a program has one row. Tokens [*lead], embedding [vocab, hidden], feature
-    [*lead, hidden] and the norms' weights [hidden] -> [*lead, 2 * hidden], the embedding first.
+    Tokens [*lead], embedding [vocab, hidden], feature [*lead, hidden] and the norms' weights [hidden] ->
+    [*lead, 2 * hidden]. One kernel instead of four small ones in every draft step; a program has one row.
     """
     if not runs_triton(feature, embedding, embedding_norm, feature_norm) or embedding.dtype != feature.dtype:
         embedded = rms_norm_reference(F.embedding(tokens, embedding), embedding_norm, eps)

@@ -126,7 +126,7 @@ def _coded(size: int) -> None:
     quantized_rms_norm(x, weight, cases.EPS)
     quantized_add_rms_norm(x, x, weight, cases.EPS)
     quantized_swiglu(torch.empty(3, 2 * size, dtype=BF16))
-    quantize_rows(x, torch.empty(())).decoded()
+    quantize_rows(x, torch.empty(())).dequantized()
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -172,7 +172,7 @@ def decoded_rows(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     """To the last bit on a GPU; the interpreter rounds to bfloat16 in another way."""
     coded = quantize_rows_reference(randn(rows, size, dtype=dtype, device=device))
     expected = (coded.codes.float() * coded.scales).to(dtype)
-    close(in_triton(QuantizedRows.decoded)(coded), expected, 1 if INTERPRETED else 0)
+    close(in_triton(QuantizedRows.dequantized)(coded), expected, 1 if INTERPRETED else 0)
 
 
 def coded_results(rows: int, size: int, dtype: torch.dtype, device: str) -> None:

@@ -48,7 +48,7 @@ def test_gpus_without_such_numbers_leave_rounding_to_torch(monkeypatch):
         in_triton(swiglu.quantized_swiglu)(x),
     ):
         assert coded.codes.dtype == torch.float8_e4m3fn
-        assert in_triton(coded.decoded)().dtype == torch.float32
+        assert in_triton(coded.dequantized)().dtype == torch.float32
 
 
 @pytest.mark.parametrize(

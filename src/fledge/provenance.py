@@ -60,13 +60,24 @@ def shown_command(arguments: Sequence[str]) -> str:
 
 
 def git_commit() -> str | None:
-    """The git commit of the source tree that Fledge runs from; None for an installed package."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """The git commit of the source tree that Fledge runs from; None for an installed package.
+
+    A package may be installed below somebody else's repository, so this file must be tracked.
+    """
+    here = Path(__file__)
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return None
+    return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or None
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    """The output of a git command; None if it fails."""
+    command = ["git", "-C", str(directory), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def device_name() -> str:

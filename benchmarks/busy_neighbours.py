@@ -38,7 +38,7 @@ def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=options.max_tokens, ignore_eos=True)
     arms = {
         f"{options.threads} threads": (options.threads, math.inf, team.Team()),
-        "giving way": (options.threads, team.TOO_LONG, team.Team()),
+        "giving way": (options.threads, team.MAX_WAIT, team.Team()),
         "1 thread": (1, math.inf, team.Team()),
     }
     for neighbours in options.neighbours:
@@ -48,9 +48,9 @@ def main() -> None:
         rates: dict[str, list[float]] = {name: [] for name in arms}
         for prompt in [prompts[0], *prompts]:  # the first one warms up
             answers = set()
-            for name, (threads, too_long, own) in arms.items():
+            for name, (threads, max_wait, own) in arms.items():
                 torch.set_num_threads(threads)
-                team.TOO_LONG, team._team = too_long, lambda own=own: own
+                team.MAX_WAIT, team._team = max_wait, lambda own=own: own
                 begun = time.perf_counter()
                 answer = llm.chat(list(prompt), params)[0].outputs[0]
                 rates[name].append(len(answer.token_ids) / (time.perf_counter() - begun))

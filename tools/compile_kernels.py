@@ -33,10 +33,10 @@ from fledge.kernels.experts import few_experts
 from fledge.kernels.fragment_linear import fragment_linear_triton
 from fledge.kernels.invariant_linear import choose_tiles, tiled_linear
 from fledge.kernels.quantize_rows import quantize_rows
-from fledge.kernels.rms_norm import coded_add_rms_norm, coded_rms_norm
+from fledge.kernels.rms_norm import quantized_add_rms_norm, quantized_rms_norm
 from fledge.kernels.scaled_linear import choose_launch as choose_codes_launch
 from fledge.kernels.skinny_linear import skinny_linear_triton
-from fledge.kernels.swiglu import coded_swiglu
+from fledge.kernels.swiglu import quantized_swiglu
 from fledge.layers.config import LatentConfig
 from tests.unit.kernels import (
     admit_cases,
@@ -123,10 +123,10 @@ def _codes(columns: int, size: int) -> None:
 
 def _coded(size: int) -> None:
     x, weight = torch.empty(3, size, dtype=BF16), torch.empty(size, dtype=BF16)
-    coded_rms_norm(x, weight, cases.EPS)
-    coded_add_rms_norm(x, x, weight, cases.EPS)
-    coded_swiglu(torch.empty(3, 2 * size, dtype=BF16))
-    quantize_rows(x, torch.empty(())).decoded()
+    quantized_rms_norm(x, weight, cases.EPS)
+    quantized_add_rms_norm(x, x, weight, cases.EPS)
+    quantized_swiglu(torch.empty(3, 2 * size, dtype=BF16))
+    quantize_rows(x, torch.empty(())).dequantized()
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
-# Lazy, so that `fledge --help` and `import fledge` do not wait for torch and transformers.
-_HOMES = {
+# Imported on first access, so that `fledge --help` and `import fledge` do not import torch and transformers.
+_MODULE_OF = {
     "LLM": "fledge.engine.llm",
     "AsyncLLM": "fledge.engine.async_llm",
     "SamplingParams": "fledge.decoding.params",
@@ -23,9 +23,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'fledge' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

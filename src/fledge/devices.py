@@ -1,4 +1,4 @@
-"""Devices and precisions by the names users give them."""
+"""Torch devices and dtypes from the names that users type."""
 
 import torch
 
@@ -8,7 +8,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def choose_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of that name; None for "auto"."""
+    """Return the dtype called `name`; None for "auto". Raises ConfigError for an unknown name."""
     if name == "auto":
         return None
     if name not in DTYPES:
@@ -17,7 +17,7 @@ def choose_dtype(name: str) -> torch.dtype | None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is a GPU if there is one."""
+    """Return the device called `name`; "auto" is a GPU if there is one. Raises ConfigError if it is not available."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -25,5 +25,5 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError:
         raise ConfigError(f"device: found {name!r}, allowed is auto, cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch sees no GPU here")
+        raise ConfigError("device: cuda was requested, but torch finds no GPU here")
     return device

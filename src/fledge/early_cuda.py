@@ -1,23 +1,23 @@
-"""NVIDIA's driver, begun while a process still imports torch. Imports nothing that takes time."""
+"""CUDA initialisation in parallel with `import torch`. This module imports only what is fast to import."""
 
 import ctypes
 import os
 import threading
 
 
-def begin_cuda() -> None:
-    """Have the driver make its context for the first GPU on a thread; where there is none, nothing happens.
+def start_cuda_init() -> None:
+    """Create the primary context of GPU 0 in a background thread; does nothing if there is no driver or GPU.
 
-    It is the context that torch finds and uses: a device has one for each process. Failures are torch's to tell.
+    Torch uses the same context: a device has one primary context per process. Errors are left for torch to report.
     """
 
-    def begin() -> None:
+    def create_context() -> None:
         try:
             driver = ctypes.CDLL("libcuda.so.1")
         except OSError:
             return
-        if driver.cuInit(0) == 0:  # which, as the next, lets other threads run
+        if driver.cuInit(0) == 0:  # ctypes releases the GIL during both calls
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
 
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, which comes too late now
-    threading.Thread(target=begin, name="cuda", daemon=True).start()
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # torch sets it too, but only when it is imported
+    threading.Thread(target=create_context, name="cuda", daemon=True).start()

@@ -10,13 +10,13 @@ _T = TypeVar("_T")
 
 
 class FledgeError(Exception):
-    """Base class: the message says what is wrong, where, and what to do about it, on one line."""
+    """Base class. The message is one line: what is wrong, where, and what to do about it."""
 
 
 class ConfigError(FledgeError, ValueError):
-    """A setting is unknown, out of range, or contradicts another one. `param` names it, where that is known.
+    """A setting is unknown, out of range, or contradicts another one. `param` is its name, if known.
 
-    A ValueError too, which is what callers of vLLM's `LLM` and `SamplingParams` catch.
+    Also a ValueError, because callers of vLLM's `LLM` and `SamplingParams` catch that.
     """
 
     def __init__(self, message: str = "", *, param: str | None = None) -> None:
@@ -25,23 +25,23 @@ class ConfigError(FledgeError, ValueError):
 
 
 class NeedsVllmError(ConfigError):
-    """Only vLLM can do this. The message says what; whoever knows how it was asked for says what to type instead."""
+    """Only vLLM supports this feature, which the message names. The caller adds which option selects vLLM."""
 
 
 class CheckpointError(FledgeError):
-    """A model directory cannot be read, or does not mean what its files say it means."""
+    """A model directory cannot be read, or its files contradict each other."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint works, but probably not as well as its author meant. The command line prints it as one line."""
+    """A checkpoint works, but probably not as its author intended. The command line prints it as one line."""
 
 
 class SwapRefusedError(FledgeError):
-    """A drafter may be good, but cannot take the place of the one that is served: here, or in what has been set up."""
+    """A drafter cannot replace the one that is served, although its checkpoint may be valid for another setup."""
 
 
 class DataError(FledgeError):
-    """Data (conversations, workloads, stored examples) cannot be read, or is not what it should be."""
+    """Data (conversations, workloads, stored examples) cannot be read, or does not have the expected content."""
 
 
 class PromptError(FledgeError):
@@ -49,17 +49,17 @@ class PromptError(FledgeError):
 
 
 class ContextLengthError(PromptError):
-    """A prompt, or a prompt with the answer asked for, is longer than the model or the KV cache takes."""
+    """A prompt, or a prompt plus its requested output, is longer than the model or the KV cache allows."""
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as one line."""
+    """Return an exception as one line: its type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def nearest_name_hint(name: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for a misspelt name, or the list of known names when nothing is near."""
+    """Return `" Did you mean 'x'?"` for the closest known name, or the list of known names if none is close."""
     candidates = sorted(known)
     close = get_close_matches(name, candidates, n=1, cutoff=0.6)
     if close:
@@ -68,7 +68,7 @@ def nearest_name_hint(name: str, known: Iterable[str]) -> str:
 
 
 def refuses_unknown_names(what: str) -> Callable[[type[_T]], type[_T]]:
-    """Class decorator: an unknown keyword raises ConfigError with the nearest known name, not TypeError."""
+    """Class decorator: an unknown keyword argument raises ConfigError with the closest known name, not TypeError."""
 
     def decorate(cls: type[_T]) -> type[_T]:
         original = cls.__init__

@@ -1,6 +1,6 @@
-"""Files: written in full or not at all, read line by line, recognised by their digests.
+"""Atomic writes, readers for JSON, JSON Lines and YAML, and digests of files.
 
-Everything that Fledge writes and somebody may rely on goes through `atomic_path` or one of the writers above it.
+Every file that Fledge writes to keep goes through `atomic_path` or `atomic_directory`.
 """
 
 import gzip
@@ -22,17 +22,20 @@ import yaml
 from fledge.errors import ConfigError, DataError, FledgeError
 
 SEAL_BYTES = hashlib.sha256().digest_size
-_DAMAGE = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)  # of compressed files
+_DECOMPRESSION_ERRORS = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)
 
 
 def cache_directory() -> Path:
-    """Where Fledge keeps what it can make again: FLEDGE_CACHE, or `fledge` in XDG_CACHE_HOME, or ~/.cache/fledge."""
+    """The directory for files that can be recomputed: FLEDGE_CACHE, else XDG_CACHE_HOME/fledge, else ~/.cache/fledge.
+
+    For a user without a home directory, a private directory of this user below the system's temporary one.
+    """
     if given := os.environ.get("FLEDGE_CACHE"):
         return Path(given).expanduser()
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(home) if home else Path.home() / ".cache") / "fledge"
-    except RuntimeError:  # a container's user that nobody has named
+    except RuntimeError:  # no home directory, as for an arbitrary user id in a container
         own = Path(tempfile.gettempdir()) / f"fledge-{os.getuid()}"
         own.mkdir(mode=0o700, exist_ok=True)
         if own.is_symlink() or own.stat().st_uid != os.getuid():
@@ -41,18 +44,18 @@ def cache_directory() -> Path:
 
 
 def remove_temporaries(directory: Path) -> None:
-    """Remove what writers that were killed left in a directory. Nobody else may be writing there."""
+    """Remove the temporary files that killed writers left in a directory. No other process may be writing there."""
     for left in directory.glob(".*.tmp*"):
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 @contextmanager
 def atomic_path(path: Path, mode: int | None = None) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; what is written there takes the name when the block ends without an error.
+    """Yield a temporary path beside `path`; the file is renamed to `path` when the block ends without an error.
 
-    Two processes may write the same file at once: each has a name of its own, and the last one to finish stays. The
-    content is on the disk before the name is, even if the machine stops. Modes follow the umask, as for any new file,
-    whatever mode the writer has in mind (safetensors: 0600); or are `mode`.
+    Several processes may write the same `path`: each has its own temporary name, and the last to finish wins. The
+    content is synced to disk before the rename. The file gets `mode`, or by default what the umask gives a new file,
+    whatever the writer sets (safetensors: 0600).
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".tmp{path.suffix}", dir=path.parent)
     os.close(descriptor)
@@ -67,7 +70,7 @@ def atomic_path(path: Path, mode: int | None = None) -> Iterator[Path]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        if error.errno is not None:  # a full disk does not say whose
+        if error.errno is not None:  # the error of a full disk does not name the file
             error.filename = error.filename or str(path)
         raise
     finally:
@@ -76,10 +79,10 @@ def atomic_path(path: Path, mode: int | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a new directory beside `path` that takes its name when the block ends without an error.
+    """Yield a new directory beside `path`, renamed to `path` when the block ends without an error.
 
-    Refuses a path that exists, unless `replace`: then a reader finds the old directory, the new one, or for an instant
-    neither. An error in the block leaves what was there, and nothing else.
+    Raises FledgeError if `path` exists, unless `replace`: then readers see the old directory, the new one, or briefly
+    neither. After an error in the block, `path` is as it was before and nothing else is left.
     """
     if path.exists() and not replace:
         raise FledgeError(f"{path}: already exists; choose another destination or remove it first")
@@ -100,7 +103,7 @@ def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def seal(path: Path) -> None:
-    """Append the SHA-256 of a file to it: `check_seal` then tells damage, however the content is read."""
+    """Append the SHA-256 of a file's content to the file, for `check_seal`."""
     with path.open("r+b") as file:
         sha = hashlib.file_digest(file, "sha256")
         file.seek(0, os.SEEK_END)
@@ -108,7 +111,7 @@ def seal(path: Path) -> None:
 
 
 def check_seal(path: Path, advice: str) -> None:
-    """Raise DataError for a file that is not as `seal` left it."""
+    """Raise DataError, ending in `advice`, if a file does not end with the SHA-256 of its content (see `seal`)."""
     sha, left = hashlib.sha256(), path.stat().st_size - SEAL_BYTES
     with path.open("rb") as file:
         while left > 0 and (part := file.read(min(left, 1 << 20))):
@@ -124,11 +127,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file, decompressed if it is an .xz or .gz. ValueError for one that is damaged."""
+    """Return the content of a file, decompressed if it is .xz or .gz. Raises ValueError if that fails."""
     try:
         with _open(path) as file:
             return file.read()
-    except _DAMAGE as error:
+    except _DECOMPRESSION_ERRORS as error:
         raise ValueError(f"damaged: {error}") from None
 
 
@@ -146,7 +149,7 @@ def json_line(value: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object, or None where there is none that can be read."""
+    """Return the JSON object in a file; None if the file is missing, unreadable or holds something else."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -155,7 +158,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Like json.loads, and what Python cannot hold is a JSONDecodeError too: deep nesting, thousands of digits."""
+    """Like json.loads, but too deep nesting and too long numbers raise JSONDecodeError too."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -166,7 +169,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_yaml(path: Path, text: str | None = None) -> dict[str, Any]:
-    """The settings in a YAML file; `text`, if it was read already."""
+    """Return the mapping in a YAML file; `text` is the file's content, if it was read already."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8") if text is None else text)
     except OSError as error:
@@ -179,7 +182,10 @@ def read_yaml(path: Path, text: str | None = None) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line number from 1, value) of a .jsonl, .xz or .gz file, or `-`, standard input; blank lines are not."""
+    """Yield (line number from 1, value) of a JSON Lines file, .xz, .gz or plain, or of standard input if `-`.
+
+    Blank lines are skipped. Raises DataError with the line number for invalid JSON.
+    """
     number = 0
     try:
         opened: Any = nullcontext(sys.stdin) if str(path) == "-" else _open(path)
@@ -190,7 +196,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
         raise DataError(f"{path}, line {number}: not a JSON value ({reason}); mend or remove the line") from None
-    except _DAMAGE as error:
+    except _DECOMPRESSION_ERRORS as error:
         raise DataError(f"{path}: damaged after line {number} ({error}); fetch the file again") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -202,18 +208,18 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def digest(value: Any) -> str:
-    """Sixteen hex digits that follow from JSON values."""
+    """Sixteen hex digits of the SHA-256 of a JSON value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def file_digest(path: str | Path) -> str:
-    """Sixteen hex digits that follow from a file's bytes."""
+    """Sixteen hex digits of the SHA-256 of a file."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def distinct_names(paths: Sequence[str | Path]) -> list[str]:
-    """Return a short name for each file: its own, with its directory's where two would be the same, else a number."""
+    """Return a short, unique name for each path: its base name, with its parent or a number where ambiguous."""
     names = [Path(path).name for path in paths]
     names = [f"{Path(path).parent.name}/{n}" if names.count(n) > 1 else n for path, n in zip(paths, names, strict=True)]
     return [n if names.count(n) == 1 else f"{n} ({names[: i + 1].count(n)})" for i, n in enumerate(names)]

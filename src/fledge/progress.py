@@ -1,7 +1,4 @@
-"""Progress of long work: live bars where a person watches, a line now and then where nobody does.
-
-And how long its stages took, for who measures that: `timed`.
-"""
+"""Progress of long work: bars on a terminal, otherwise a line every 20 seconds. And durations of stages: `timed`."""
 
 import logging
 import time
@@ -18,17 +15,20 @@ Advance = Callable[..., None]  # advance(count=1, note="...")
 
 @dataclass
 class TimedStage:
-    """A part of some work, by the clock of `time.perf_counter`."""
+    """The duration of one stage of some work, in seconds of `time.perf_counter`."""
 
     name: str
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
-    count: int | None = None  # of what was done in it, if that is worth telling
+    count: int | None = None  # how many items it processed, if known
 
 
 @contextmanager
 def timed(log: logging.Logger, name: str, count: int | None = None) -> Iterator[TimedStage]:
-    """Log at level DEBUG how long a stage took; the record has it as its `stage`. One that fails is not told."""
+    """Log the duration of a stage at level DEBUG, with the `TimedStage` as `stage` of the log record.
+
+    A stage that raises is not logged.
+    """
     stage = TimedStage(name, count=count)
     yield stage
     stage.seconds = time.perf_counter() - stage.began
@@ -37,7 +37,7 @@ def timed(log: logging.Logger, name: str, count: int | None = None) -> Iterator[
 
 
 class Progress:
-    """Says on standard error what is being done and how far it is. `quiet` says nothing (other processes, tests)."""
+    """Reports tasks and their progress on standard error. `quiet` disables it (other ranks, tests)."""
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(stderr=True, highlight=False)
@@ -49,7 +49,7 @@ class Progress:
 
     @contextmanager
     def task(self, description: str, total: int, done: int = 0) -> Iterator[Advance]:
-        """Yield `advance(count=1, note="")`."""
+        """Yield `advance(count=1, note="")`, to be called as items of `total` are done; `done` are done already."""
         if self.quiet:
             yield lambda count=1, note="": None  # noqa: ARG005
         elif self.console.is_terminal:

@@ -1,10 +1,10 @@
 """Frozen dataclasses to JSON or YAML values and back, checked by their annotations.
 
-The one decoder of recipes, benchmark results and drift results. msgspec and cattrs do the same and are not installed
-where only torch and transformers are, which is where these are read and written (see README, "GPU hosts").
+Decodes recipes, benchmark results and drift results. Not msgspec or cattrs, which are not installed on hosts that have
+only torch and transformers (see README, "GPU hosts").
 
-Understood annotations: bool, int, float, str, Any, Literal, X | None, tuple[X, ...], tuple[X, Y], dict, Mapping, and
-dataclasses of these. A field that may be left out has a default.
+Supported annotations: bool, int, float, str, Any, Literal, X | None, tuple[X, ...], tuple[X, Y], dict, Mapping, and
+dataclasses of these. A field with a default is optional.
 """
 
 import math
@@ -22,15 +22,15 @@ _TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or
 
 
 class Record:
-    """Base of frozen dataclasses that are written down."""
+    """Base of frozen dataclasses that are written to files."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values: the fields, tuples as lists."""
+        """Return the fields as JSON values, tuples as lists."""
         return _encoded_fields(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str | None = None) -> Self:
-        """Read back what `to_dict` returned. Names that are no fields (derived figures) are ignored."""
+        """Inverse of `to_dict`. Keys that are not fields (derived values) are ignored."""
         return decode(cls, values, where or cls.__name__, strict=False)
 
 
@@ -48,10 +48,10 @@ def _encoded_fields(value: Any) -> dict[str, Any]:
 
 
 def decode(cls: type[_T], values: Any, where: str, *, strict: bool = True) -> _T:
-    """Make a `cls` of JSON or YAML values, or raise ConfigError that names the key and what was expected.
+    """Construct a `cls` from JSON or YAML values; raises ConfigError that names the key and what was expected.
 
-    `strict` is for what people write: unknown keys are refused with the nearest known one, a lone value stands for a
-    list of one, and numbers may be spelt as YAML 1.1 misreads them (1e-4 as text, on and off as booleans).
+    `strict` is for files that people write: unknown keys are errors that suggest the closest known one, a single value
+    is accepted for a list, and so are values that YAML 1.1 misreads (1e-4 as text, on and off as booleans).
     """
     return _Decoder(where, strict).record(cls, values, "")  # type: ignore[no-any-return]
 
@@ -88,7 +88,7 @@ class _Decoder:
             inner = [argument for argument in arguments if argument is not types.NoneType]
             if value is None and len(inner) < len(arguments):
                 return None
-            # The first alternative whose plain type is the value's; else the first, which then says no.
+            # The first alternative of the value's own type; else the first one, which then raises the error.
             fitting = next((one for one in inner if (get_origin(one) or one) is type(value)), inner[0])
             return self.value(fitting, value, key)
         if origin is Literal:
@@ -133,7 +133,7 @@ class _Decoder:
 
 @cache
 def _known(cls: Any) -> dict[str, tuple[Any, bool]]:
-    """By field: its annotation, and whether it must be given."""
+    """By field name: its annotation, and whether it is required."""
     hints = get_type_hints(cls)
     return {
         f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(cls) if f.init

@@ -36,7 +36,7 @@ from fledge.engine.mixing import MixedProgram, Mixing
 from fledge.engine.request import Request
 from fledge.engine.work_ahead import WorkAhead
 from fledge.kernels.cache_codes import FP8
-from fledge.layers.block import fuses
+from fledge.layers.block import can_run_fused
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
@@ -411,7 +411,8 @@ def bf16_speculation_of_few_parts_only_at_near_ties() -> None:
     norms = layer.input_layernorm, layer.post_attention_layernorm
     is_hopper = torch.cuda.get_device_capability() == (9, 0)
     assert (
-        fuses(torch.empty(8, 1024, dtype=torch.bfloat16, device=GPU), layer.self_attn, layer.mlp, *norms) == is_hopper
+        can_run_fused(torch.empty(8, 1024, dtype=torch.bfloat16, device=GPU), layer.self_attn, layer.mlp, *norms)
+        == is_hopper
     )
     speculation_parts_only_at_near_ties(*pair, prompts=40, at_once=2)
 

@@ -16,7 +16,7 @@ if torch.cuda.is_available():
 
 from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
-from fledge.kernels.quantized_linear import for_gpu
+from fledge.kernels.quantized_linear import to_gpu_layout
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeConfig
 from fledge.layers.mlp import SparseMLP
@@ -154,7 +154,7 @@ def invariant_quantized_linear() -> None:
             "fp8", columns, 4096, None, with_zeros=False, device=GPU, activations="token"
         )
         quantized_cases.decoded_rows(5, 4096, BF16, GPU)
-        for weight in (stored, for_gpu(stored, invariant=True)):
+        for weight in (stored, to_gpu_layout(stored, invariant=True)):
             invariant_cases.quantized_linear([weight], BF16, GPU, (1, 17, 70, 300))
 
 

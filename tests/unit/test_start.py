@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from fledge.early_cuda import begin_cuda
+from fledge.early_cuda import start_cuda_init
 from fledge.progress import timed
 
 
 def begin_and_wait() -> None:
     before = set(threading.enumerate())
-    begin_cuda()
+    start_cuda_init()
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
 

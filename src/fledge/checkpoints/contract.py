@@ -1,9 +1,8 @@
-"""The contract between a drafter's files, its config and its target.
+"""Checks that a drafter's files, its config and its target agree, and describes checkpoints for `fledge inspect`.
 
-vLLM lets most violations pass: a missing tensor stays uninitialised, a missing d2t maps to the wrong tokens, a wrong
-layer id feeds the wrong features. Output stays correct, since every draft is verified, so the only symptom is a
-drafter that accepts less than it should. Here each of them is a finding with a name; docs/checkpoints.md lists them.
-`fledge inspect` prints them with what a checkpoint is, which is described here too, as plain data.
+vLLM accepts most violations: a missing tensor stays uninitialised, without d2t draft ids map to the wrong tokens, a
+wrong layer id feeds the wrong features. Output stays correct because every draft is verified, so the only symptom is a
+low acceptance. Here each violation is a named finding; docs/checkpoints.md lists them.
 """
 
 import math
@@ -28,22 +27,22 @@ from fledge.models.drafter.base import DraftVocabulary
 from fledge.models.drafter.variants import build, name_of
 from fledge.models.target import FAMILIES
 
-# In the config of a drafter that `fledge bench inflate` enlarged: it has rows of its head, and ids, several times.
+# A field in the config of drafters that `fledge bench inflate` made: rows of the head, and draft ids, are repeated.
 INFLATED = "fledge_inflated"
-# What the parts are called, by how our tensor names begin.
+# Names of parts for the table of sizes, by the first component of our tensor names.
 _PARTS = {"fc": "fusion", "fc_norm": "fusion", "input_norm": "fusion", "layers": "layers", "norm": "norm"}
 _PARTS |= {"embed_tokens": "embedding", "lm_head": "head", "vocabulary": "vocabulary maps", "t2d": "vocabulary maps"}
-# What a target is good for: with its config alone, with transformers, and with the engine.
+# Commands that support a target: any target, and those that the engine runs.
 _ANY_VERBS, _ENGINE_VERBS = ("inspect", "convert"), ("generate", "serve", "eval", "drift", "bench", "train")
 
 
 def check(
     checkpoint: DrafterCheckpoint, target: TargetConfig | None = None, target_directory: Path | None = None
 ) -> list[Finding]:
-    """Every finding about a checkpoint, and about its fit with `target` where one is given. Errors come first.
+    """Return all findings about a checkpoint, errors first; with `target`, also whether it fits that target.
 
-    With the target's directory, also whether it is the one that the drafter was trained for. Reads the weights once,
-    to look for values that are not finite.
+    With `target_directory`, also whether the drafter was trained for these weights. Reads all weights once, to look for
+    values that are not finite.
     """
     config = checkpoint.config
     tensors = list(_tensor_findings(checkpoint))
@@ -60,7 +59,7 @@ def check(
 
 
 def _config_findings(config: DrafterConfig) -> Iterator[Finding]:
-    """What a config says that cannot work with any target."""
+    """Findings about the config alone."""
     for own, name, part in (
         (config.own_embedding, "shared-embedding-width", "embed_tokens"),
         (config.own_head, "shared-head-width", "lm_head"),
@@ -106,15 +105,15 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
 
 
 def identity_findings(checkpoint: DrafterCheckpoint, target: Path) -> Iterator[Finding]:
-    """Whether a target's directory is that of the target which the drafter's provenance names."""
+    """Findings if the target's directory is not that of the target in the drafter's provenance."""
     made_for = (checkpoint.provenance or {}).get("target")
     if not isinstance(made_for, dict):
         return
     here, whose = identify_target(target), made_for.get("name") or "another target"
-    # A copy in fewer bits has other weights, and is the same target.
-    kin = [{one.get(field) for field in ("weights_digest", "quantized_from")} - {None} for one in (made_for, here)]
+    # A quantised copy has other weights, and counts as the same target.
+    origins = [{one.get(field) for field in ("weights_digest", "quantized_from")} - {None} for one in (made_for, here)]
     for name, field in (("tokenizer-differs", "vocabulary_digest"), ("target-differs", "weights_digest")):
-        if field == "weights_digest" and kin[0] & kin[1]:
+        if field == "weights_digest" and origins[0] & origins[1]:
             continue
         if made_for.get(field) and here[field] and made_for[field] != here[field]:
             classes = [f"{one['architecture']} " if one.get("architecture") else "" for one in (made_for, here)]
@@ -123,11 +122,11 @@ def identity_findings(checkpoint: DrafterCheckpoint, target: Path) -> Iterator[F
 
 
 def _rope_difference(rope: RopeConfig, other: RopeConfig) -> str:
-    """What `rope` says in the fields in which the two differ."""
+    """The values of `rope` in the fields in which the two differ."""
     return ", ".join(f"{field} {value}" for field, value in asdict(rope).items() if value != getattr(other, field))
 
 
-# Findings about a tensor that is missing, unexpected or misshapen, by how its name begins; the first that fits.
+# Names of findings (missing, unexpected, wrong shape) by prefix of the tensor's name; the first that matches.
 _TENSORS = {
     "fc_norm.": ("fc-norm-missing", "fc-norm-flag-off", "tensor-shape"),
     "input_norm.": ("input-norm-missing", "input-norm-flag-off", "tensor-shape"),
@@ -140,7 +139,7 @@ _TENSORS = {
 
 
 def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
-    """Missing, unexpected and misshapen tensors; one finding for each kind, naming the first."""
+    """Missing and unexpected tensors and those of a wrong shape; one finding for each kind, which names the first."""
     with without_weights():
         form = checkpoint.weight_format
         expected = stored_shapes(build(checkpoint.config), form, checkpoint.stored_names, checkpoint.files.infos)
@@ -149,7 +148,7 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
         stored -= {D2T}
         name = "d2t-without-reduction" if checkpoint.read(D2T).any() else "d2t-identity"
         yield finding(name, file=checkpoint.info(D2T).file.name)
-    # EAGLE-1's fc reads no aux states, and with fc_norm on, a norm too many is no missing flag.
+    # EAGLE-1's fc reads no aux states; and if fc_norm is on, the flag does not explain an extra norm.
     is_eagle1 = checkpoint.config.architecture is Architecture.EAGLE1
     ordinary = ("fc.", "fc_norm.", "input_norm.") if is_eagle1 else ()
     noticed: dict[str, list[tuple[str, str, str]]] = {}
@@ -168,7 +167,7 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     midlayer = any("midlayer." in stored for stored in checkpoint.files.infos)
     for name, [(first, found, wanted), *others] in noticed.items():
         more = f" (and {len(others)} more like it)" if others else ""
-        # A missing one is called as this checkpoint would call it.
+        # A missing tensor is named in this checkpoint's spelling.
         field, path = their_name(first, midlayer=midlayer), checkpoint.files.files[0]
         if first in stored:
             field, path = checkpoint.stored_names[first], checkpoint.info(first).file
@@ -176,7 +175,7 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
 
 
 def _vocabulary_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
-    """The draft vocabulary. Wants a checkpoint whose tensors are all there, in their shapes."""
+    """Findings about the draft vocabulary. Requires that all tensors exist and have the right shapes."""
     config = checkpoint.config
     if not config.reduced_vocab:
         return
@@ -252,7 +251,7 @@ def describe_drafter(
 
 
 def describe_target(config: TargetConfig, files: TensorFiles, reason: str | None = None) -> dict[str, Any]:
-    """`reason`: why the engine cannot run it, as `sketch_target_config` gives it."""
+    """Return what `fledge inspect` prints. `reason`: why the engine cannot run it, from `sketch_target_config`."""
     names = {name.removeprefix("model."): stored for name, stored in language_tensors(files.infos).items()}
     summary = None if reason is not None else summarize_target_weights(files)
     layer = _describe_layer(config.layer)
@@ -302,9 +301,9 @@ _ORDINARY_ROPE = (("partial_factor", 1.0), ("interleaved", False))
 
 
 def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
-    """Shapes and switches; the kinds of parts only where they are not the ordinary ones."""
+    """Shapes and flags of a layer; fields in `_KINDS` only where they differ from their defaults."""
     values, ordinary = asdict(layer), {field: getattr(LayerConfig, field) for field in _KINDS}
-    # Not the many factors of longrope.
+    # Without the per-dimension factors of longrope.
     rope = {f: value for f, value in values.pop("rope").items() if value is not None and not isinstance(value, tuple)}
     if rope["type"] == "default":
         rope = {field: rope[field] for field in ("theta", "partial_factor", "interleaved", "type")}
@@ -314,16 +313,14 @@ def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
 
 
 def _describe_weights(summary: WeightSummary | None) -> dict[str, Any] | None:
-    """What is in fewer bits, and what is not; None where nothing is."""
-    return (
-        summary
-        if summary is None
-        else {"format": summary.format, "kinds": dict(summary.kinds), "dense": list(summary.dense)}
-    )
+    """Format and kinds of quantised weights, and which linears are dense; None if nothing is quantised."""
+    if summary is None:
+        return None
+    return {"format": summary.format, "kinds": dict(summary.kinds), "dense": list(summary.dense)}
 
 
 def _sizes(names: Mapping[str, str], files: TensorFiles, summary: WeightSummary | None) -> dict[str, Any]:
-    """Parameters (values, however many bits they have) and bytes, in all and by part; `names` to those in the files."""
+    """Number of parameters (a quantised value counts as one) and bytes, in total and by part. names: ours -> stored."""
     parts: dict[str, dict[str, int]] = {}
     quantized = dict(summary.parameters) if summary else {}
     for name, stored in names.items():

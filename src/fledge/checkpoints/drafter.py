@@ -1,4 +1,4 @@
-"""Drafters: loaded under a contract with their target, written for vLLM, SGLang and speculators, and converted."""
+"""Loads drafters (checked against their target), writes them for vLLM, SGLang and speculators, and converts them."""
 
 import warnings
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ from fledge.version import __version__
 def load_drafter(
     directory: Path, target: TargetModel | TargetConfig, *, target_directory: Path | None = None
 ) -> Drafter:
-    """Build the drafter for `target`, in the dtype and on the device of a target model.
+    """Load the drafter for `target`, in the dtype and on the device of a target model.
 
-    Or as stored on the CPU if only the target's config is known; the caller must `share_with` the model later. Errors
-    of the contract raise; warnings are issued as `CheckpointWarning`. With `target_directory` it is also checked that
-    the drafter was trained for what lies there.
+    If only the target's config is given: in the stored dtype on the CPU, and the caller must call `share_with` later.
+    Raises CheckpointError for errors that `contract.check` finds, and issues its warnings as `CheckpointWarning`. With
+    `target_directory`, also checks that the drafter was trained for that target.
     """
     model, target_config = (target, target.config) if isinstance(target, TargetModel) else (None, target)
     checkpoint = read_drafter(directory)
@@ -57,7 +57,7 @@ def load_drafter(
 
 
 def read_vocabulary(directory: Path) -> DraftVocabulary | None:
-    """Return a drafter's own vocabulary; None: it is the target's."""
+    """Return the drafter's reduced vocabulary; None if it has the target's."""
     checkpoint = read_drafter(directory)
     if not checkpoint.config.reduced_vocab:
         return None
@@ -67,7 +67,7 @@ def read_vocabulary(directory: Path) -> DraftVocabulary | None:
 
 
 def raise_errors(checkpoint: DrafterCheckpoint, findings: list[Finding]) -> None:
-    """Raise the first error among `findings`, in one line that says how many more there are."""
+    """Raise CheckpointError for the first error among `findings`, with the number of others."""
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more; run `fledge inspect`)" if len(errors) > 1 else ""
@@ -83,10 +83,10 @@ def save_drafter(
     num_speculative_tokens: int = 3,
     provenance: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a directory that vLLM (and for "vllm" SGLang too) loads as it is. Refuses an existing destination.
+    """Write a directory that vLLM (and for "vllm" SGLang too) can load. Refuses an existing destination.
 
-    What the drafter shares with its target is not written. `target` and `num_speculative_tokens` go into the
-    speculators format, which names the target and a default draft length; `provenance` goes beside the weights.
+    An embedding or head that is shared with the target is not written. The speculators format also contains the
+    `target` and a default draft length, `num_speculative_tokens`. `provenance` is written to a file of its own.
     """
     tensors = stored_tensors(drafter)
     dtype = str(tensors["layers.0.self_attn.o_proj.weight"].dtype).removeprefix("torch.")
@@ -105,11 +105,11 @@ def convert_drafter(
     target: str | Path | None = None,
     num_speculative_tokens: int = 3,
 ) -> tuple[list[Finding], list[Finding]]:
-    """Write `source` in the format `to`, weights bit for bit. Raises for contract errors it cannot repair.
+    """Write `source` in the format `to`, with identical weights. Raises CheckpointError for errors that it cannot fix.
 
-    Returns what is mended of the source's findings, and what is left.
-    With a target, layers that the source leaves to the default are written down. The result records where the user
-    found source and target, as opposed to where they lie on this machine.
+    Returns (findings that the conversion fixed, findings of the result). With a target, aux layer ids that the source
+    leaves to the default are written explicitly. The result records the names of source and target as the user gave
+    them, not their local paths.
     """
     checkpoint = read_drafter(resolve(source))
     if checkpoint.weight_format is not DENSE:
@@ -142,7 +142,7 @@ def _write_drafter(
     tensors: dict[str, Tensor],
     provenance: Mapping[str, Any],
 ) -> None:
-    """Write tensors, which have our names before joining, bit for bit; and those that follow, for other readers."""
+    """Write tensors (by our names before stacking), and those that other engines need besides: t2d, a zero bias."""
     if config.reduced_vocab:
         vocabulary = DraftVocabulary(config.draft_vocab_size, config.vocab_size)
         vocabulary.d2t.copy_(tensors[D2T])

@@ -1,4 +1,4 @@
-"""What can be wrong, or suspicious, about a drafter's checkpoint. `findings.yaml` has every finding by its name."""
+"""Errors and warnings about a drafter's checkpoint. `findings.yaml` defines each of them by name."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,19 +16,19 @@ NAMES = tuple(_KNOWN)
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What is wrong, where, what was expected and what to do."""
+    """One error or warning: where, what was found, what was expected and what to do."""
 
-    severity: Literal["error", "warning"]  # it cannot work as it is, or it works, but perhaps not as meant
+    severity: Literal["error", "warning"]  # cannot work; or works, but perhaps not as intended
     name: str
     file: str  # within the checkpoint directory
     field: str  # a config field or a tensor name
     found: str
     expected: str
     advice: str
-    fixed_by_convert: bool = False  # `fledge convert` writes what is evidently meant
+    fixed_by_convert: bool = False  # `fledge convert` writes what is evidently intended
 
     def message(self, directory: Path | None = None) -> str:
-        """One line, with the file's full path if its directory is given."""
+        """The finding in one line, with the file's full path if its directory is given."""
         file = directory / self.file if directory else self.file
         advice = self.advice + ("; `fledge convert` fixes this" if self.fixed_by_convert else "")
         return f"{file}: {self.field}: found {self.found}, expected {self.expected}; {advice} [{self.name}]"
@@ -38,7 +38,7 @@ class Finding:
 
 
 def finding(name: str, *, file: str = "config.json", fixed_by_convert: bool | None = None, **details: Any) -> Finding:
-    """Make the finding of this name; `details` are the parts, and words in parts, that findings.yaml leaves open."""
+    """Make a finding from findings.yaml; `details` fill in its placeholders and the parts that it leaves out."""
     known = _KNOWN[name]
     fixed = known.get("convert", False) if fixed_by_convert is None else fixed_by_convert
     parts = {

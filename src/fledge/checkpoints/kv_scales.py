@@ -1,7 +1,7 @@
-"""Scales of keys and values in eight bits, which checkpoints store beside an attention, under several names.
+"""Scales of an FP8 KV cache, which checkpoints store with each attention module under several names.
 
-They matter where a KV cache is asked to keep codes. A layer that has none then has 1.0, and one that has only one has
-it for both, as in vLLM.
+They are used only with an FP8 cache. As in vLLM, a layer without scales uses 1.0, and one with a single scale uses it
+for keys and values.
 """
 
 import math
@@ -20,7 +20,7 @@ _NAME = re.compile(r"(.*\.self_attn)\.(?:(?:\w+\.)*(kv|k|v)_scale|([kv])_proj\.o
 
 
 def load_kv_scales(model: nn.Module, files: TensorFiles, names: Mapping[str, str]) -> None:
-    """Tell each attention of a model its scales; `names` are what the files call tensors, by our names."""
+    """Set `spec.kv_scales` of each attention module. names: ours -> stored."""
     found: dict[str, dict[str, float]] = {}
     for ours, stored in names.items():
         if (match := _NAME.fullmatch(ours)) is not None:
@@ -30,11 +30,11 @@ def load_kv_scales(model: nn.Module, files: TensorFiles, names: Mapping[str, str
             scales = found[name]
             either = scales.get("kv", next(iter(scales.values())))
             key, value = scales.get("k", either), scales.get("v", either)
-            # Latent rows are keys and values at once.
+            # With MLA, the cached rows are keys and values at once.
             module.spec = replace(module.spec, kv_scales=(key, key if isinstance(module, LatentAttention) else value))
 
 
 def _positive(stored: Tensor) -> float:
-    """The scale; NaN where it is none, or there is one for each head: who wants codes is refused then."""
+    """The scale; NaN if it is not positive and finite or not a scalar, for which an FP8 cache is refused."""
     scale = float(stored.float()) if stored.numel() == 1 else math.nan
     return scale if 0 < scale < math.inf else math.nan

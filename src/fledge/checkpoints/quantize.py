@@ -1,13 +1,13 @@
-"""A target or a drafter in fewer bits, rounded to nearest, in the layout of compressed-tensors.
+"""Quantises a target or a drafter by rounding to nearest, in the format of compressed-tensors.
 
     fp8         E4M3, a scale for each row
-    fp8-dynamic the same, and activations in E4M3 too, a scale for each token; with all others they stay as they are
-    fp8-block   E4M3, a scale for each block of 128 x 128; only where these divide every matrix: others read no rest
+    fp8-dynamic the same, and activations in E4M3 with a scale for each token; in other formats they are not quantised
+    fp8-block   E4M3, a scale for each block of 128 x 128; all matrices must consist of whole blocks, as others require
     int8        a scale for each row
-    int4        a scale for each group of 128 columns, or 64 or 32 where 128 does not divide every width, else each row
+    int4        a scale for each group of 128 columns, or of 64 or 32 if 128 does not divide every width, else each row
 
-Embedding, head, the routers of experts and a drafter's fusion stay as they are. What is written names what it was made
-from, so that a drafter of the one is known to be one of the other.
+Embedding, head, the routers of experts and a drafter's `fc` are not quantised. The result names its source in its
+provenance, so that drafters for the one are accepted for the other.
 """
 
 import re
@@ -47,32 +47,32 @@ Width = Literal["fp8", "fp8-dynamic", "fp8-block", "int8", "int4"]
 WIDTHS: tuple[Width, ...] = get_args(Width)
 _BLOCK = 128
 _GROUPS = (128, 64, 32)
-# Of integers: how much of a group's range is kept. Cutting its ends off may cost less than a coarser step everywhere.
-_KEPT = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+# Factors tried on the scale of an integer group: clipping its extremes may cost less than a coarser step everywhere.
+_SHRINK_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 _COPIED = (*TOKENIZER_FILES, *TEMPLATE_FILES, "generation_config.json")
 
 
-Importance = Mapping[str, Tensor]  # of each column of a linear, by our names of linears, joined ones too
+Importance = Mapping[str, Tensor]  # [columns] of each linear, by our names of linears, stacked ones included
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """What has been written."""
+class QuantizedCheckpoint:
+    """A summary of what was written."""
 
     linears: int
-    calibrated: int  # of them, those whose inputs were known
-    group_size: int | None  # None: whole rows, or blocks
+    calibrated: int  # how many of them had an `importance`
+    group_size: int | None  # None: a scale for each row or block
     bytes_before: int
     bytes_after: int
 
 
 def quantize_target(
     source: Path, destination: Path, width: Width, importance: Importance | None = None, *, name: str | None = None
-) -> Written:
-    """Write `source`, a target in 16 bits or more, in fewer. Refuses an existing destination.
+) -> QuantizedCheckpoint:
+    """Write `source`, an unquantised target, with quantised weights. Refuses an existing destination.
 
-    `importance` is the mean square of what each column of a linear is multiplied with: scales are then chosen for the
-    least error of products, and not of weights; those of fp8 are not chosen. `name` is what the user calls the source.
+    `importance` is the mean square of each input column of a linear: scales of integers then minimise the error of
+    outputs instead of weights. `name` is the source as the user gave it.
     """
     family = FAMILIES[read_target_config(source).family]
     if target_files(source, family.name).has_stacks:
@@ -83,8 +83,8 @@ def quantize_target(
     return _write(source, destination, width, names, importance or {}, {"quantized_from": made_from}, copied)
 
 
-def quantize_drafter(source: Path, destination: Path, width: Width) -> Written:
-    """Write the layers of a drafter in fewer bits. Refuses an existing destination."""
+def quantize_drafter(source: Path, destination: Path, width: Width) -> QuantizedCheckpoint:
+    """Write a drafter with quantised layers. Refuses an existing destination."""
     checkpoint = read_drafter(source)
     names = {stored: ours for ours, stored in checkpoint.stored_names.items()}
     provenance = {**(checkpoint.provenance or {}), "quantized": width}
@@ -99,8 +99,8 @@ def _write(
     importance: Importance,
     provenance: Mapping[str, Any],
     copied: list[Path],
-) -> Written:
-    """`names` are ours, before joining, of the tensors in the files."""
+) -> QuantizedCheckpoint:
+    """names: stored -> ours, before stacking."""
     refuse_existing(destination)
     fields, files = ConfigFields.from_file(source / "config.json"), TensorFiles(source)
     if weight_format(fields, files) is not DENSE:
@@ -124,13 +124,13 @@ def _write(
         for kind, made in _stored(tensor.to(device), width, group, known[stored]).items():
             tensors[stored.removesuffix("weight") + kind] = made.cpu()
     ignored = sorted({"lm_head", *(name.removesuffix(".weight") for name in matrices.keys() - chosen.keys())})
-    # A group has all linears that are not ignored: of a multimodal checkpoint the towers, wherever they are.
+    # compressed-tensors quantises all linears that are not ignored, so list the towers of a multimodal checkpoint.
     towers = {_part(name) for name in files.infos.keys() - names.keys()} - {_part(name) for name in names}
     ignored += sorted(rf"re:(.*\.)?{re.escape(tower)}\..*" for tower in towers)
     values = {**fields.values, "quantization_config": _config(width, group, ignored)}
-    told = {**provenance, "fledge_version": __version__}
-    write_model(destination, tensors, {"config.json": values, PROVENANCE_FILE: told}, copied)
-    return Written(
+    origin = {**provenance, "fledge_version": __version__}
+    write_model(destination, tensors, {"config.json": values, PROVENANCE_FILE: origin}, copied)
+    return QuantizedCheckpoint(
         linears=len(chosen),
         calibrated=sum(one is not None for one in known.values()),
         group_size=group,
@@ -140,12 +140,12 @@ def _write(
 
 
 def _part(name: str) -> str:
-    """Of a model, in which a stored tensor is."""
+    """The top-level module that a stored tensor belongs to."""
     return name.removeprefix("model.").partition(".")[0]
 
 
 def quantized_weight(matrix: Tensor, width: Width) -> QuantizedWeight:
-    """What would be loaded of a matrix that is stored so."""
+    """Quantise a matrix in memory: the result is what would be loaded after writing it."""
     columns = matrix.shape[1]
     group = _group_size({columns}) if width == "int4" else _BLOCK if width == "fp8-block" else None
     stored = _stored(matrix, width, group, packs=False)
@@ -173,7 +173,7 @@ def _group_size(columns: set[int]) -> int | None:
 def _stored(
     matrix: Tensor, width: Width, group: int | None, importance: Tensor | None = None, *, packs: bool = True
 ) -> dict[str, Tensor]:
-    """The tensors of one linear, by what follows its name; integers as they are if not `packs`."""
+    """The stored tensors of one linear, by suffix. Without `packs`, integers are not packed into words."""
     values = matrix.float()
     if width == "fp8-block":
         blocks = values.view(len(values) // _BLOCK, _BLOCK, -1, _BLOCK)
@@ -197,42 +197,42 @@ def _stored(
 
 
 def _scales_for(largest: Tensor, highest: float) -> Tensor:
-    """What the code `highest` is multiplied with to stand for a value of this size; 1 where there is nothing."""
+    """The scale with which the code `highest` represents `largest`; 1 where that is 0."""
     return torch.where(largest > 0, largest / highest, 1.0)
 
 
 def _integers(groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     """groups [rows, groups, size] -> signed codes of the same shape and scales [rows, groups], rounded to `dtype`.
 
-    Each group has of the scales tried the one that leaves the least squared error, each column's weighted with its
-    importance [groups, size]. Eight bits that have none keep their whole range.
+    The scale of each group is the one in `_SHRINK_FACTORS` with the least squared error, weighted by importance
+    [groups, size]. 8-bit groups without importance use the full range.
     """
     lowest, highest = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     widest = _scales_for(groups.abs().amax(-1), highest + 0.5)
     best_error = torch.full_like(widest, torch.inf)
     codes, scales = torch.zeros_like(groups), widest
-    for kept in _KEPT if bits == 4 or importance is not None else _KEPT[:1]:
-        tried = (widest * kept).to(dtype).float()
-        rounded = (groups / tried[..., None]).round().clamp(lowest, highest)
-        squares = (rounded * tried[..., None] - groups).square()
+    for factor in _SHRINK_FACTORS if bits == 4 or importance is not None else _SHRINK_FACTORS[:1]:
+        scale = (widest * factor).to(dtype).float()
+        rounded = (groups / scale[..., None]).round().clamp(lowest, highest)
+        squares = (rounded * scale[..., None] - groups).square()
         error = (squares if importance is None else squares * importance).sum(-1)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
-        scales = torch.where(better, tried, scales)
+        scales = torch.where(better, scale, scales)
         codes = torch.where(better[..., None], rounded, codes)
     return codes, scales
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes [rows, columns] -> int32 words along the columns, the first code lowest."""
+    """Pack signed codes [rows, columns] into int32 words along the columns, the first code in the lowest bits."""
     per_word = 32 // bits
     unsigned = F.pad(codes.to(torch.int64) + (1 << (bits - 1)), (0, -codes.shape[1] % per_word))
     shifts = torch.arange(0, 32, bits, device=codes.device)
-    return (unsigned.view(len(codes), -1, per_word) << shifts).sum(-1).to(torch.int32)  # the top code makes it negative
+    return (unsigned.view(len(codes), -1, per_word) << shifts).sum(-1).to(torch.int32)  # wraps to negative numbers
 
 
 def _config(width: Width, group: int | None, ignored: list[str]) -> dict[str, Any]:
-    """The `quantization_config`, as compressed-tensors has it."""
+    """The `quantization_config` in the format of compressed-tensors."""
     weights: dict[str, Any] = {"num_bits": 4 if width == "int4" else 8, "type": "int" if "int" in width else "float"}
     weights |= {"symmetric": True, "dynamic": False, "group_size": group, "block_structure": None}
     weights["strategy"] = "block" if width == "fp8-block" else "group" if group else "channel"

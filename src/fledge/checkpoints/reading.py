@@ -1,4 +1,4 @@
-"""Reading what a drafter's directory holds, whatever layout it has."""
+"""Reads the config and tensor headers of a drafter's directory, in any of the supported formats."""
 
 import math
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ _PREFIX = "model."
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterCheckpoint:
-    """What a directory holds, read from its config and tensor headers; no weights yet."""
+    """A drafter's directory: its config and tensor headers, without the weights."""
 
     directory: Path
     format: Format
     config: DrafterConfig
-    fields: ConfigFields  # config.json as it is
+    fields: ConfigFields  # config.json
     files: TensorFiles
-    stored_names: Mapping[str, str]  # our name before joining -> name in the files; ignored tensors left out
+    stored_names: Mapping[str, str]  # our name before stacking -> name in the files; without ignored tensors
     weight_format: WeightFormat
-    findings: tuple[Finding, ...]  # noticed while reading; `contract.check` adds the rest
-    target: Mapping[str, Any] | None  # that it was made for, see `read_target_reference`
-    provenance: Mapping[str, Any] | None  # what Fledge wrote beside the weights
+    findings: tuple[Finding, ...]  # found while reading; `contract.check` adds the others
+    target: Mapping[str, Any] | None  # the target that it was made for, see `read_target_reference`
+    provenance: Mapping[str, Any] | None  # content of `PROVENANCE_FILE`
 
     def info(self, name: str) -> TensorInfo:
         return self.files.infos[self.stored_names[name]]
@@ -46,15 +46,15 @@ class DrafterCheckpoint:
 
     @property
     def weight_names(self) -> dict[str, str]:
-        """`stored_names` of the tensors that are the model's: no t2d, and no d2t where the vocabulary is whole."""
+        """`stored_names` of the model's tensors: without t2d, and without d2t if the vocabulary is not reduced."""
         left_out = {T2D} if self.config.reduced_vocab else {T2D, D2T}
         return {ours: stored for ours, stored in self.stored_names.items() if ours not in left_out}
 
 
 def read_drafter(directory: Path) -> DrafterCheckpoint:
-    """Read what can be known without the weights. Raises for what is no drafter, or none that can be understood."""
+    """Read config and tensor headers. Raises CheckpointError for other models and for unsupported drafters."""
     fields = ConfigFields.from_file(directory / "config.json")
-    drafter_classes.refuse_other_methods(fields, ())  # whose weights may be in files of other names
+    drafter_classes.refuse_other_methods(fields, ())  # before the files, which other methods may name differently
     files = TensorFiles(directory)
     notes: list[Finding] = []
     bare = {stored: stored.removeprefix(_PREFIX) for stored in files.infos}
@@ -89,7 +89,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     }
     if not infos:
         raise CheckpointError(f"{directory}: holds no weights")
-    dtype = max(infos.values(), key=lambda info: math.prod(info.shape)).dtype  # going by the largest
+    dtype = max(infos.values(), key=lambda info: math.prod(info.shape)).dtype  # of the largest tensor
     if dtype not in DTYPES:
         raise CheckpointError(f"{directory}: its weights are {dtype}, expected one of {', '.join(DTYPES)}")
     config = drafter_config.read_config(fields, architecture, stored_names, dtype, notes)
@@ -116,7 +116,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
 
 
 def is_drafter(directory: Path) -> bool:
-    """Tell a drafter's directory from a target's. Raises for drafters of other methods."""
+    """Whether a directory is a drafter's and not a target's. Raises CheckpointError for drafters of other methods."""
     fields = ConfigFields.from_file(directory / "config.json")
     drafter_classes.refuse_other_methods(fields, ())
     names = {name.removeprefix(_PREFIX) for name in TensorFiles(directory).infos}

@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory here, a model that came with the package, or a name on the hub."""
+"""Resolves the name of a model: a local directory, a model bundled with the package, or a name on the hub."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fledge.errors import CheckpointError
 
-# The models that come with the package: a small chat model and two drafters for it, by variant.
+# The bundled models: a small chat model, and two drafters for it by variant.
 TARGET = "fledgling"
 DRAFTERS = {"EAGLE-3": "fledgling-eagle3", "EAGLE-3.1": "fledgling-eagle3.1"}
 NAMES = (TARGET, *DRAFTERS.values())
@@ -17,15 +17,15 @@ _WANTED = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "tokenize
 
 
 def bundled_directory(name: str) -> Path | None:
-    """Return the directory of a bundled model, or None if `name` is not the name of one."""
+    """Return the directory of the bundled model called `name`, or None."""
     return Path(str(files("fledge"))) / "bundled" / name if name in NAMES else None
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """Return the local directory of a model: a path, a bundled model's name, or a hub name, which is fetched.
+    """Return the local directory of a model: a path, the name of a bundled model, or a hub name, which is downloaded.
 
-    Without `weights`, of what is on the hub all else is fetched: configs, tokenizer, template.
-    The hub's own cache and offline variables (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, ...) apply.
+    Without `weights`, only config, tokenizer and chat template are downloaded. The hub's cache and environment
+    variables (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, ...) apply.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
@@ -40,7 +40,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
             f"{name}: no such directory, and not a Hugging Face name (owner/model) nor a bundled model "
             f"({', '.join(NAMES)})"
         )
-    # Here, not above: `fledge --help` reads the names of the bundled models and must not wait for the hub's client.
+    # Imported here, because `fledge --help` imports this module and must not wait for the hub's client.
     import huggingface_hub  # noqa: PLC0415
     from huggingface_hub import errors  # noqa: PLC0415
 
@@ -52,7 +52,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
     except errors.LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "no network?"
         what = f"no such directory, not in the local Hugging Face cache, and the hub cannot be reached ({why})"
-    except Exception as error:  # The hub client leaks its HTTP library's errors, whichever that is today.
+    except Exception as error:  # The hub client does not wrap the errors of its HTTP library.
         is_name = not isinstance(error, errors.HFValidationError)
         what = "fetching it from the Hugging Face hub failed" if is_name else "not a valid Hugging Face name"
         what += f": {(str(error).strip() or type(error).__name__).splitlines()[0]}"

@@ -1,7 +1,7 @@
-"""Experts stored as one tensor for all of a layer, as gpt-oss and Llama 4 do, read and written as those of each expert.
+"""Reads and writes checkpoints in which one tensor holds all experts of a layer (gpt-oss, Llama 4), expert by expert.
 
 stored      experts.gate_up_proj [experts, in, out], experts.gate_up_proj_bias [experts, out]
-            gpt-oss has gate and up in turns; what transformers 5 writes of others (Qwen3-VL-MoE) is [experts, out, in]
+            gpt-oss interleaves gate and up; transformers 5 writes other families (Qwen3-VL-MoE) as [experts, out, in]
 here        experts.3.gate_up_proj.weight [out, in], experts.3.gate_up_proj.bias [out]; all of gate before up
 
 In MXFP4 there are `_blocks` and `_scales` in place of the matrix, [experts, out, ...]. A vector that is stored as
@@ -23,7 +23,10 @@ _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(weight|b
 
 
 class StackedExpertFiles(TensorFiles):
-    """`TensorFiles` in which every expert has tensors of its own. Names of `rows` end so."""
+    """`TensorFiles` that present stacked experts as separate tensors for each expert.
+
+    Tensors whose names end in one of `rows` are vectors that are stored as matrices of one row.
+    """
 
     def __init__(self, directory: Path, *, interleaves_gate: bool = False, rows: tuple[str, ...] = ()) -> None:
         super().__init__(directory)
@@ -31,8 +34,8 @@ class StackedExpertFiles(TensorFiles):
         self._rows = {name for name, info in self.infos.items() if name.endswith(rows) and info.shape[:-1] == (1,)}
         self.infos |= {name: replace(self.infos[name], shape=self.infos[name].shape[1:]) for name in self._rows}
         self._places: dict[str, tuple[str, int]] = {}
-        self._are_rows = {
-            match[1]: _are_rows(info.shape, self.infos[f"{match[1]}.down_proj"].shape)
+        self._stores_rows = {
+            match[1]: _stores_rows(info.shape, self.infos[f"{match[1]}.down_proj"].shape)
             for stored, info in self.infos.items()
             if (match := _STACKED.fullmatch(stored)) and match.groups()[1:] == ("gate_up_proj", None)
             if f"{match[1]}.down_proj" in self.infos
@@ -41,8 +44,8 @@ class StackedExpertFiles(TensorFiles):
             if (match := _STACKED.fullmatch(stored)) is None or len(info.shape) < 2 or 0 in info.shape:
                 continue
             experts, linear, kind = match.groups(default="weight")
-            is_turned = kind == "weight" and not self._are_rows.get(experts, False)
-            shape = info.shape[:0:-1] if is_turned else info.shape[1:]
+            is_transposed = kind == "weight" and not self._stores_rows.get(experts, False)
+            shape = info.shape[:0:-1] if is_transposed else info.shape[1:]
             del self.infos[stored]
             for i in range(info.shape[0]):
                 name = f"{experts}.{i}.{linear}.{kind}"
@@ -58,18 +61,18 @@ class StackedExpertFiles(TensorFiles):
             return super().read(name)[0] if name in self._rows else super().read(name)
         stored, i = self._places[name]
         rows = self._read(self.infos[name].file, stored)[i]
-        if name.endswith(".weight") and not self._are_rows.get(stored.rpartition(".")[0], False):
+        if name.endswith(".weight") and not self._stores_rows.get(stored.rpartition(".")[0], False):
             rows = rows.t()
         return torch.cat([rows[::2], rows[1::2]]) if self._interleaves_gate and ".gate_up_proj." in name else rows
 
 
-def _are_rows(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
-    """Whether matrices are [experts, out, in]: only then gate and up have twice the rows that down has columns."""
+def _stores_rows(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Whether matrices are [experts, out, in]: only then gate_up has twice as many rows as down has columns."""
     return len(gate_up) == len(down) == 3 and (gate_up[1], gate_up[2]) == (2 * down[2], down[1])
 
 
 def stack_experts(tensors: Mapping[str, Tensor], interleaves_gate: bool) -> dict[str, Tensor]:
-    """The way back, for names as they are stored."""
+    """Inverse of `StackedExpertFiles`: stack the tensors of experts, given by stored names."""
     out: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():

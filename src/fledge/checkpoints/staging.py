@@ -1,7 +1,7 @@
-"""Tensors from mapped files to a GPU: in pieces through pinned memory, from several threads at once.
+"""Copies tensors from memory-mapped files to a GPU, in pieces through pinned memory, with several threads.
 
-A copy straight from a mapped file goes through one thread of the driver, and joins are made on the host first. Here
-each thread touches its own pages, and the device has each weight once, where it stays.
+A direct copy from a mapped file is limited to one thread of the driver, and would need concatenation on the host first.
+Here each thread reads its own pages, and each weight is allocated on the device once.
 """
 
 import threading
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 THREADS = 8
-PIECE_BYTES = 8 * 2**20  # two for each thread: one is filled while the other travels
+PIECE_BYTES = 8 * 2**20  # each thread has two such buffers: one is filled while the other is copied
 
-One = TypeVar("One")
-Made = TypeVar("Made")
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 _local = threading.local()
 
 
-def in_threads(make: Callable[[One], Made], of: Iterable[One], device: torch.device | str) -> Iterator[Made]:
-    """`map` for work that ends in `joined`: from several threads where it goes to a GPU."""
+def map_in_threads(make: Callable[[_In], _Out], of: Iterable[_In], device: torch.device | str) -> Iterator[_Out]:
+    """`map`, with several threads if `device` is a GPU, for functions that call `joined`."""
     if torch.device(device).type != "cuda":
         yield from map(make, of)
         return
@@ -30,7 +30,7 @@ def in_threads(make: Callable[[One], Made], of: Iterable[One], device: torch.dev
 
 
 def joined(parts: Sequence[Tensor], device: torch.device | str, piece_bytes: int = PIECE_BYTES) -> Tensor:
-    """Tensors of one dtype on the host, joined by their rows, on the device."""
+    """Concatenate tensors of one dtype in host memory along dimension 0, on the device."""
     shape = parts[0].shape if len(parts) == 1 else (sum(len(part) for part in parts), *parts[0].shape[1:])
     out = torch.empty(shape, dtype=parts[0].dtype, device=device)
     rest, length = out.view(-1), max(1, piece_bytes // out.element_size())
@@ -47,7 +47,7 @@ def joined(parts: Sequence[Tensor], device: torch.device | str, piece_bytes: int
 
 
 def _buffer(size: int, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-    """The one of this thread's two buffers that was used longest ago, and the event of its last copy, which is done."""
+    """Return the least recently used of this thread's two buffers, whose last copy is complete, and its event."""
     on_gpu = device.type == "cuda"
     buffers = getattr(_local, "buffers", None)
     if buffers is None or len(buffers[0][0]) != size:

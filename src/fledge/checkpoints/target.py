@@ -1,4 +1,4 @@
-"""Target models from Hugging Face directories, and back; and what is read there without loading the model."""
+"""Loads and saves target models in Hugging Face directories, and reads their configs, digests and stop tokens."""
 
 import hashlib
 import logging
@@ -18,8 +18,8 @@ from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.stacked_experts import StackedExpertFiles, stack_experts
 from fledge.checkpoints.tensors import TensorFiles, not_finite, write_model
 from fledge.checkpoints.weights import (
-    asked_format,
     load_weights,
+    requested_format,
     stored_tensors,
     summarize_weights,
     weight_format,
@@ -37,7 +37,7 @@ from fledge.models.target.family import Family
 from fledge.progress import timed
 
 _log = logging.getLogger("fledge.checkpoints")
-# Older checkpoints store the rope frequencies, which follow from the config.
+# Older checkpoints store rotary frequencies, which are computed from the config.
 _IGNORED_TENSOR = "rotary_emb.inv_freq"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -52,17 +52,17 @@ TOKENIZER_FILES = (
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _SAMPLE_BYTES = 1 << 20
-_WRAPPED = "language_model."  # in the names of tensors
-_OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
+_LANGUAGE_MODEL = "language_model."  # prefix of tensor names in multimodal checkpoints
+_TOP_LEVEL_FIELDS = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
 _RECURRENT = {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"}
 _RECURRENT |= {"mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
 _RECURRENT |= {"qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2", "minimax_text_01", "minimax_m1"}
 
 
 def read_target_config(directory: Path) -> TargetConfig:
-    """Read what a target is, from config.json; and from the files their dtype, where that does not say it.
+    """Read a target's config from config.json; the dtype from its tensor files, if config.json has none.
 
-    Raises for a drafter, an unknown family, unknown weights.
+    Raises CheckpointError for a drafter, an unsupported family or an unsupported weight format.
     """
     fields = _target_fields(directory)
     family, name = _family_of(fields), fields.text("model_type")
@@ -82,7 +82,7 @@ def read_target_config(directory: Path) -> TargetConfig:
 
 
 def _stored_dtype(directory: Path) -> str | None:
-    """That of most of the plain values of a directory, if it has any."""
+    """The unquantised dtype of most values in the directory's tensors; None if there are none."""
     try:
         infos = TensorFiles(directory).infos.values()
     except CheckpointError:
@@ -94,7 +94,7 @@ def _stored_dtype(directory: Path) -> str | None:
 
 
 def is_supported_target(directory: Path) -> bool:
-    """Whether a model, or the language model in it, is of a family that Fledge runs."""
+    """Whether a model, or the language model of a multimodal one, is of a supported family."""
     return _family_of(_language_fields(ConfigFields.from_file(directory / "config.json"))) is not None
 
 
@@ -117,10 +117,10 @@ def _target_fields(directory: Path) -> ConfigFields:
 
 
 def sketch_target_config(directory: Path) -> tuple[TargetConfig, str | None]:
-    """What a drafter must know of its target, whatever family it is; and why the engine cannot run it, if it cannot.
+    """Read a target's config for the checks of its drafters, and the reason why the engine cannot run it, or None.
 
-    Of what the engine cannot run, layers, width, vocabulary, positions, rope and head are read, and no more: the other
-    fields of the layer mean nothing.
+    For a target that the engine cannot run, only number of layers, hidden size, vocabulary, positions, rope and tied
+    head are meaningful; the other fields of its layer are placeholders.
     """
     fields = _target_fields(directory)
     try:
@@ -130,7 +130,7 @@ def sketch_target_config(directory: Path) -> tuple[TargetConfig, str | None]:
     try:
         return _sketch(fields), reason
     except CheckpointError as error:
-        if _is_recurrent(fields):  # which may have no positions, and is no target of a drafter either way
+        if _is_recurrent(fields):  # such a config may have no maximal position
             raise CheckpointError(f"{fields.where}: {reason}") from None
         raise error
 
@@ -144,7 +144,7 @@ def _sketch(fields: ConfigFields) -> TargetConfig:
         num_kv_heads=1,
         head_dim=hidden_size,
         norm_eps=1e-6,
-        rope=rope_of_any(fields),
+        rope=read_rope_with_fallback(fields),
     )
     return TargetConfig(
         family=fields.text("model_type"),
@@ -157,8 +157,8 @@ def _sketch(fields: ConfigFields) -> TargetConfig:
     )
 
 
-def rope_of_any(fields: ConfigFields) -> RopeConfig:
-    """The rotation of a model's global attention; a plain one, with a warning, where its scaling is not known here."""
+def read_rope_with_fallback(fields: ConfigFields) -> RopeConfig:
+    """Read the rope of global attention; if its scaling is not supported, unscaled rope with a `CheckpointWarning`."""
     nested = fields.values.get("rope_parameters")
     if isinstance(nested, dict) and "full_attention" in nested:  # transformers 5, for some families: by layer type
         fields = ConfigFields({**fields.values, "rope_parameters": nested["full_attention"]}, fields.where)
@@ -182,16 +182,16 @@ def load_target(
     quantization: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> TargetModel:
-    """Build the model on `device`, in `dtype` or as stored. Every tensor must be there, finite, and no other.
+    """Load a target on `device`, in `dtype` or as stored. Raises for missing, unexpected or non-finite tensors.
 
-    A class that is not its family's is a `CheckpointWarning`. `ends_only` leaves out all layers: embedding, final norm
-    and head are loaded. `quantization` is vLLM's option: see `asked_format`. `progress` is told as weights are read.
+    An unexpected class in `architectures` is a `CheckpointWarning`. `ends_only` loads embedding, final norm and head,
+    without layers. `quantization` is vLLM's option: see `requested_format`. `progress`: see `load_weights`.
     """
     config = read_target_config(directory)
     whole = ConfigFields.from_file(directory / "config.json")
     fields = _language_fields(whole)
     family, declared = FAMILIES[config.family], fields.values.get("architectures")
-    if "text_config" in whole:  # its model type says what the language model is, in whatever it is wrapped
+    if "text_config" in whole:  # `architectures` names the multimodal wrapper, not the language model
         declared = None
     if isinstance(declared, list) and declared and not family.is_of([str(name) for name in declared]):
         warnings.warn(
@@ -206,7 +206,7 @@ def load_target(
         what = f"config.json describes {parts} layers and experts, and there are {len(files.infos)} tensors"
         raise CheckpointError(f"{directory}: {what}; fetch the complete checkpoint")
     names = {family.our_name(name): stored for name, stored in language_tensors(files.infos).items()}
-    # Layers that predict further tokens are drafters of another kind, behind the last layer.
+    # Layers for multi-token prediction (MTP), stored after the last layer, are not loaded.
     further = max(fields.integer(field, 0, minimum=0) for field in ("num_nextn_predict_layers", "num_mtp_modules"))
     extra = range(config.num_layers, config.num_layers + further)
     ignored = (*family.ignores, *(["layers."] if ends_only else (f"layers.{i}." for i in extra)))
@@ -217,7 +217,7 @@ def load_target(
         model = TargetModel(replace(config, num_layers=0) if ends_only else config)
     placement = Placement(device=device, dtype=dtype or getattr(torch, config.dtype))
     tied = ("lm_head",) if config.tied_head else ()
-    form = asked_format(weight_format(fields, files), quantization, str(directory))
+    form = requested_format(weight_format(fields, files), quantization, str(directory))
     load_weights(model, files, names, form, placement, tied=tied, progress=progress)
     if config.tied_head:
         model.lm_head.weight = model.embed_tokens.weight
@@ -227,7 +227,7 @@ def load_target(
 
 
 def target_files(directory: Path, family: str) -> StackedExpertFiles:
-    """The tensors of a target, with those of each expert apart, and vectors that are stored as such."""
+    """Open the tensor files of a target, with experts as separate tensors and vectors as vectors."""
     known = FAMILIES.get(family)
     if known is None:
         return StackedExpertFiles(directory)
@@ -235,17 +235,17 @@ def target_files(directory: Path, family: str) -> StackedExpertFiles:
 
 
 def summarize_target_weights(files: TensorFiles) -> WeightSummary | None:
-    """What is stored in fewer than 16 bits, and how; None where nothing is."""
+    """Summarise which weights are quantised, and how; None if none is."""
     fields = _target_fields(files.directory)
     form, family = weight_format(fields, files), _family_of(fields)
-    # By our names: what others call the bias of a choice is no part of the linear that it is named after.
+    # By our names, because some stored names suggest that a router's correction bias belongs to its linear.
     stored = language_tensors(files.infos)
     names = stored if family is None else {family.our_name(name): one for name, one in stored.items()}
     return summarize_weights(weight_names(names, form), files.infos, form)
 
 
 def describe_quantization(directory: Path) -> str | None:
-    """As in "compressed-tensors, 4-bit integers, groups of 64"; None: plain, or not to be read here."""
+    """For example "compressed-tensors, 4-bit integers, groups of 64"; None: not quantised, or not supported."""
     try:
         family = _family_of(_target_fields(directory))
         summary = summarize_target_weights(target_files(directory, "" if family is None else family.name))
@@ -255,12 +255,12 @@ def describe_quantization(directory: Path) -> str | None:
 
 
 def _check_finite(model: TargetModel, directory: Path) -> None:
-    """Refuse weights that are no numbers. In a head they would only make a token that is never, or always, chosen."""
+    """Raise CheckpointError for NaN or infinite weights, which do not always show in the output."""
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         if tensor.element_size() > 1:
-            low, high = tensor.aminmax()  # of which one is not finite if anything is not; no copy is made
+            low, high = tensor.aminmax()  # propagates NaN and inf, without the memory of `isfinite`
             if low.isfinite() & high.isfinite():
                 continue
         if (wrong := not_finite(tensor)).any():
@@ -272,7 +272,7 @@ def _check_finite(model: TargetModel, directory: Path) -> None:
 
 
 def save_target(model: TargetModel, directory: Path) -> None:
-    """Write a directory that transformers, vLLM and SGLang load. Refuses an existing destination."""
+    """Write a directory that transformers, vLLM and SGLang can load. Refuses an existing destination."""
     family = FAMILIES[model.config.family]
     tensors = stored_tensors(model, is_joined=family.is_joined)
     if model.config.tied_head:
@@ -302,7 +302,7 @@ def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
 
 
 def tokenizer_digests(directory: Path) -> dict[str, str]:
-    """Sixteen hex digits each for the tokenizer's files and for the chat template's."""
+    """Digests of the tokenizer's files and of the chat template, sixteen hex digits each."""
     config = _optional_fields(directory / "tokenizer_config.json").values
     template = [file_digest(directory / name) for name in TEMPLATE_FILES if (directory / name).is_file()]
     files = {name: file_digest(directory / name) for name in TOKENIZER_FILES if (directory / name).is_file()}
@@ -310,7 +310,7 @@ def tokenizer_digests(directory: Path) -> dict[str, str]:
 
 
 def weights_digest(directory: Path) -> str:
-    """Sixteen hex digits that follow from the config and the weights: of large files, from size, start and end."""
+    """Digest of config.json and the weights, sixteen hex digits; of each weight file only size, first and last MiB."""
     parts: list[Any] = [file_digest(directory / "config.json") if (directory / "config.json").is_file() else None]
     for path in sorted(directory.iterdir()):
         if path.suffix in _WEIGHT_SUFFIXES:
@@ -324,14 +324,14 @@ def weights_digest(directory: Path) -> str:
 
 
 def identify_target(directory: Path) -> dict[str, str | None]:
-    """What tells a target from others, for the provenance of its drafters; None for what it does not have."""
+    """Digests that identify a target, for the provenance of its drafters; None for files that it does not have."""
     declared = (read_json(directory / "config.json") or {}).get("architectures")
     file = directory / "tokenizer.json"
     made_from = (read_json(directory / PROVENANCE_FILE) or {}).get("quantized_from")
     return {
         "architecture": str(declared[0]) if isinstance(declared, list) and declared else None,
         "weights_digest": weights_digest(directory),
-        # Of the target that this one is a copy of in fewer bits; what `fledge convert` has noted.
+        # The digest of the target that this one is a quantised copy of, written by `fledge convert`.
         "quantized_from": str(made_from["weights_digest"]) if isinstance(made_from, dict) else None,
         "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
         "vocabulary_digest": _vocabulary_digest(file),
@@ -339,7 +339,7 @@ def identify_target(directory: Path) -> dict[str, str | None]:
 
 
 def _vocabulary_digest(file: Path) -> str | None:
-    """Follows from which id means which text, however a tokenizer.json is written; None where it does not say."""
+    """Digest of the vocabulary in tokenizer.json, independent of its formatting; None if there is none."""
     values = read_json(file) or {}
     model, added = values.get("model"), values.get("added_tokens")
     if not isinstance(model, dict) or not model.get("vocab"):
@@ -349,7 +349,7 @@ def _vocabulary_digest(file: Path) -> str | None:
 
 
 def stop_ids(directory: Path, tokenizer: Any = None) -> tuple[int, ...]:
-    """Return the ids that end an answer: those of the config and the generation config, and the tokenizer's own."""
+    """Return the EOS token ids of config.json, generation_config.json and the tokenizer."""
     own = set() if tokenizer is None or tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     configs = [
         _language_fields(_optional_fields(directory / name)) for name in ("config.json", "generation_config.json")
@@ -358,7 +358,7 @@ def stop_ids(directory: Path, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def vocab_size(directory: Path) -> int:
-    """Return the size of the target's vocabulary (its head's rows, which may be more than the tokenizer's tokens)."""
+    """Return the target's vocabulary size: the rows of its head, which may be more than the tokenizer's tokens."""
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: has no config.json; target.path must name a model's directory")
     return _language_fields(ConfigFields.from_file(directory / "config.json")).integer("vocab_size")
@@ -369,21 +369,21 @@ def _optional_fields(path: Path) -> ConfigFields:
 
 
 def _language_fields(fields: ConfigFields) -> ConfigFields:
-    """The fields of the language model, which multimodal models keep one level down.
+    """The fields of the language model, which multimodal configs have in `text_config`.
 
-    What is said of answers, and of the head, holds for the whole.
+    `_TOP_LEVEL_FIELDS` are those of the whole model.
     """
     inner = fields.nested("text_config")
     if inner is None:
         return fields
-    whole = {name: fields.values[name] for name in _OF_THE_WHOLE if name in fields}
+    whole = {name: fields.values[name] for name in _TOP_LEVEL_FIELDS if name in fields}
     return ConfigFields({**fields.values, **inner.values, **whole}, fields.where)
 
 
 def language_tensors(names: Iterable[str]) -> dict[str, str]:
-    """The tensors of the language model: their names in it, and as they are stored, in a wrapper perhaps."""
+    """Map names of the language model's tensors, without a multimodal wrapper's prefix, to stored names."""
     stored = [name for name in names if _IGNORED_TENSOR not in name]
-    if not any(_WRAPPED in name for name in stored):
+    if not any(_LANGUAGE_MODEL in name for name in stored):
         return {name: name for name in stored if not name.removeprefix("model.").startswith("visual.")}
-    found = {name.partition(_WRAPPED)[2]: name for name in stored if _WRAPPED in name}
+    found = {name.partition(_LANGUAGE_MODEL)[2]: name for name in stored if _LANGUAGE_MODEL in name}
     return found | {name: name for name in stored if name.startswith("lm_head.")}

@@ -1,4 +1,4 @@
-"""The tensor files of a model directory, whatever their number and format, read one tensor at a time."""
+"""Reads the tensors of a model directory (safetensors or pickle, single or sharded), and writes model directories."""
 
 import re
 import shutil
@@ -28,17 +28,17 @@ _TORCH_NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What can be known of a tensor without reading its data."""
+    """The header of a stored tensor."""
 
     file: Path
-    dtype: str  # as torch spells it
+    dtype: str  # torch's name
     shape: tuple[int, ...]
 
 
 class TensorFiles:
-    """All tensors of a directory by name. Opening reads headers only (safetensors); `read` loads one tensor.
+    """All tensors of a directory by name. Opening reads only headers (of safetensors); `read` loads one tensor.
 
-    Tensors read are mapped from their file: copy what shall outlive it. The files stay open as long as this object.
+    Tensors are memory-mapped: copy those that must outlive the file. Files stay open as long as this object exists.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -77,14 +77,14 @@ class TensorFiles:
 
 
 def not_finite(tensor: Tensor) -> Tensor:
-    """Which values are no numbers, or infinite. Not in torch for numbers of eight bits."""
+    """A mask of NaN and infinite values. Supports 8-bit floats, unlike `torch.isfinite`."""
     if tensor.dtype == torch.float8_e4m3fn:
         return (tensor.view(torch.uint8) & 0x7F) == 0x7F
     return ~(tensor.float() if tensor.element_size() == 1 else tensor).isfinite()
 
 
 def _find_files(directory: Path) -> list[Path]:
-    """The files of one complete set: safetensors before pickles, an index before a single file's absence."""
+    """The files of one complete set of weights: safetensors before pickle, sharded (with an index) before single."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     for single, index in ((_SINGLE, _INDEX), (_BIN, _BIN_INDEX)):
@@ -128,7 +128,7 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols
             tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # The unpickler runs on whatever bytes are there, and fails in as many ways.
+    except Exception as error:  # Unpickling arbitrary bytes can raise anything.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{file}: truncated, corrupt or unsafe pickle file ({reason}); fetch it again") from None
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
@@ -142,7 +142,7 @@ def write_model(
     files: Mapping[str, Mapping[str, Any]],
     copied: Iterable[Path] = (),
 ) -> None:
-    """Write a model directory: its tensors, JSON files by their names, copies. Refuses an existing destination."""
+    """Write a model directory: tensors, JSON `files` by name, and `copied` files. Refuses an existing destination."""
     refuse_existing(directory)
     stored = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     with atomic_directory(directory) as temporary:
@@ -158,6 +158,6 @@ def write_model(
 
 
 def refuse_existing(destination: Path) -> None:
-    """Raise where a model directory is to be written and something is there already."""
+    """Raise CheckpointError if `destination` exists."""
     if destination.exists():
         raise CheckpointError(f"{destination}: already exists; choose another destination or remove it first")

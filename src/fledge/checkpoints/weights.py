@@ -1,7 +1,7 @@
-"""Where the weights of a model are made from what a checkpoint holds: for targets and drafters, on every device.
+"""Loads the tensors of a checkpoint into a model: for targets and drafters, on every device.
 
-Checkpoints store query, key and value (and gate and up) apart, or already joined; our layers have one linear for
-each group. How the matrix of a linear is stored is the business of its weight format (`formats/`).
+Our layers stack query, key and value (and gate and up) in one linear. Checkpoints store them separately or stacked. How
+the weight of a linear is stored depends on the weight format (`formats/`).
 """
 
 import importlib
@@ -29,7 +29,7 @@ from fledge.checkpoints.formats.dense import (
 )
 from fledge.checkpoints.formats.quantized import UNREAD, Quantized, WeightSummary
 from fledge.checkpoints.kv_scales import load_kv_scales
-from fledge.checkpoints.staging import in_threads
+from fledge.checkpoints.staging import map_in_threads
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.errors import CheckpointError, ConfigError
 from fledge.layers.attention import Attention
@@ -37,15 +37,15 @@ from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
 from fledge.progress import timed
 
-Infos = Mapping[str, TensorInfo]  # by the names that files have for their tensors
+Infos = Mapping[str, TensorInfo]  # by stored name
 
 _log = logging.getLogger("fledge.checkpoints")
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_PRECISE = "e_score_correction_bias"  # decides between experts that are all but equal: float32 whatever the model is in
+_FLOAT32_TENSOR = "e_score_correction_bias"  # float32 in any model: it decides between nearly equal experts
 
 
 class _Uninitialized(TorchFunctionMode):
-    """`torch.nn.init` does nothing. On the meta device it would import torch.compile to fill what has no memory."""
+    """Disables `torch.nn.init`, which on the meta device would import torch.compile for nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,15 +55,15 @@ class _Uninitialized(TorchFunctionMode):
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Models built here have shapes and no weights yet."""
+    """Build models on the meta device, without initialisation: with shapes, without memory."""
     with torch.device("meta"), _Uninitialized():
         yield
 
 
 def weight_format(fields: ConfigFields, files: TensorFiles | None = None) -> WeightFormat:
-    """The format of the weights beside a config.json; with `files`, also whether these are what the config says.
+    """The weight format that config.json declares; with `files`, also checks that undeclared weights are dense.
 
-    Raises, naming method and bits, for a format that is not read.
+    Raises CheckpointError, with method and bits, for an unsupported format.
     """
     quantization = _quantization_of(fields)
     if quantization is None:
@@ -85,10 +85,10 @@ def weight_format(fields: ConfigFields, files: TensorFiles | None = None) -> Wei
     )
 
 
-def asked_format(form: WeightFormat, asked: str | None, where: str) -> WeightFormat:
-    """The format to load with where a user asks for one, in vLLM's spelling. Raises for what cannot be read so.
+def requested_format(form: WeightFormat, asked: str | None, where: str) -> WeightFormat:
+    """The format to load with, given vLLM's option `quantization`; None: the checkpoint's own. Raises ConfigError.
 
-    A checkpoint's own is itself; one that is not quantised may be asked for as fp8.
+    Allowed are the checkpoint's own format, and fp8 for a checkpoint that is not quantised.
     """
     if asked is None:
         return form
@@ -104,7 +104,7 @@ def asked_format(form: WeightFormat, asked: str | None, where: str) -> WeightFor
 
 
 def _quantization_of(fields: ConfigFields) -> ConfigFields | None:
-    """What a config says of quantised weights, or an older ModelOpt beside it."""
+    """The `quantization_config` of a config, or ModelOpt's hf_quant_config.json beside it."""
     beside = Path(fields.where).with_name("hf_quant_config.json")
     if "quantization_config" in fields or not beside.is_file():
         return fields.nested("quantization_config")
@@ -113,7 +113,7 @@ def _quantization_of(fields: ConfigFields) -> ConfigFields | None:
 
 
 def _described(quantization: Mapping[str, Any]) -> str:
-    """Method and bits, as far as the config says them."""
+    """Method and bits, as far as the config has them."""
     method = quantization.get("quant_method") or quantization.get("quant_algo") or "an unnamed method"
     bits = [quantization.get("bits"), quantization.get("w_bit")]
     groups = quantization.get("config_groups")  # compressed-tensors: one for each kind of layer
@@ -128,10 +128,9 @@ def _described(quantization: Mapping[str, Any]) -> str:
 def stored_shapes(
     model: nn.Module, form: WeightFormat, names: Mapping[str, str], infos: Infos, *, tied: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors a checkpoint of `model` must have, under our names before joining.
+    """The tensors that a checkpoint of `model` must have, by our names before stacking.
 
-    `names` are what the files call those they have, `infos` what these are: what is stored joined is expected so.
-    `tied` are linears that are not stored, because the caller gives them another module's matrix.
+    names: ours -> stored. Linears that are stored stacked are expected so. `tied` linears are not stored.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     parts, held = _parts(model, weight_names(names, form)), _held(names, infos)
@@ -147,13 +146,13 @@ def stored_shapes(
 
 
 def weight_names(names: Mapping[str, str], form: WeightFormat, expected: Collection[str] = ()) -> dict[str, str]:
-    """`names` without scales of what is no weight, activations, keys and values, but for those `expected`."""
+    """`names` without scales of activations, keys and values, except for those in `expected`."""
     unread = () if form is DENSE else UNREAD
     return {ours: stored for ours, stored in names.items() if ours in expected or ours.rpartition(".")[2] not in unread}
 
 
 def summarize_weights(names: Mapping[str, str], infos: Infos, form: WeightFormat) -> WeightSummary | None:
-    """What `form` says of the linears of a checkpoint; None where all weights are plain."""
+    """Summarise the linears of a checkpoint in a quantised format `form`; None for other formats."""
     if not isinstance(form, Quantized):
         return None
     held = {name: kinds for name, kinds in _held(names, infos).items() if _is_linear(kinds)}
@@ -161,7 +160,7 @@ def summarize_weights(names: Mapping[str, str], infos: Infos, form: WeightFormat
 
 
 def linear_of(part: str) -> str:
-    """The linear of our layers that a stored one is joined into, if it is joined."""
+    """The linear of our layers that contains a stored linear: the stacked one, or the same."""
     parent, _, own = part.rpartition(".")
     return f"{parent}.{next((joined for joined, parts in _STACKED.items() if own in parts), own)}"
 
@@ -171,7 +170,7 @@ def _is_linear(kinds: Mapping[str, TensorInfo]) -> bool:
 
 
 def _held(names: Mapping[str, str], infos: Infos) -> dict[str, dict[str, TensorInfo]]:
-    """What the files hold of each module, by its name here and by what follows it."""
+    """The stored tensors by module and suffix, both of our names."""
     held: dict[str, dict[str, TensorInfo]] = {}
     for ours, stored in names.items():
         module, _, kind = ours.rpartition(".")
@@ -180,7 +179,7 @@ def _held(names: Mapping[str, str], infos: Infos) -> dict[str, dict[str, TensorI
 
 
 def _stored_name(module: str, kinds: Collection[str], names: Mapping[str, str]) -> str:
-    """What the files call a module."""
+    """The stored name of a module."""
     return next((names[f"{module}.{kind}"].removesuffix(f".{kind}") for kind in kinds), module)
 
 
@@ -201,16 +200,16 @@ def load_weights(
     tied: Collection[str] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Fill a model that was built on the meta device, one linear at a time; tell `progress` how many, and of how many.
+    """Fill a model that was built on the meta device, one linear at a time; calls `progress(done, total)`.
 
-    `names` are what the files call each tensor, by our names before joining: exactly the `stored_shapes`, or one line
-    says which do not fit, before anything is read. The caller completes `tied` linears itself.
+    names: ours (before stacking) -> stored. Raises CheckpointError before reading if they are not exactly the
+    `stored_shapes`. `tied` linears are left to the caller.
     """
     if form is not DENSE:
         load_kv_scales(model, files, names)
     shapes = stored_shapes(model, form, names, files.infos, tied=tied)
     names = weight_names(names, form, shapes)
-    names = {name: stored for name, stored in names.items() if name in shapes or not _adds_nothing(stored, files, form)}
+    names = {name: stored for name, stored in names.items() if name in shapes or not _is_zero_bias(stored, files, form)}
     _check_names(files, names, shapes)
     parts, held = _parts(model, names), _held(names, files.infos)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and n not in tied}
@@ -219,7 +218,7 @@ def load_weights(
 
     def fill(name: str) -> nn.Module | Tensor:
         if name in others:
-            place = precise if name.endswith(_PRECISE) else placement
+            place = precise if name.endswith(_FLOAT32_TENSOR) else placement
             return dense_tensor([files.read(names[name])], others[name], place)
         empty, tensors = linears[name], []
         for part, rows in parts[f"{name}.weight"].items():
@@ -228,12 +227,12 @@ def load_weights(
             tensors.append((linear, {kind: files.read(names[f"{part}.{kind}"]) for kind in kinds}))
         return form.linear(empty, tensors, placement)
 
-    # The largest first: nobody waits at the end for one thread that has embeddings to read.
+    # Largest first, so that no thread is left with the embeddings at the end.
     sizes = {name: like.numel() for name, like in others.items()} | {n: m.weight.numel() for n, m in linears.items()}
     order = sorted(sizes, key=lambda name: -sizes[name])
     filled: dict[str, nn.Module | Tensor] = {}
     with timed(_log, "weights read", len(order)):
-        for name, made in zip(order, in_threads(fill, order, placement.device), strict=True):
+        for name, made in zip(order, map_in_threads(fill, order, placement.device), strict=True):
             filled[name] = made
             if progress is not None:
                 progress(len(filled), len(order))
@@ -245,10 +244,7 @@ def load_weights(
 
 
 def stored_tensors(model: nn.Module, *, is_joined: Callable[[str], bool] = lambda _name: False) -> dict[str, Tensor]:
-    """The tensors of a dense model as a checkpoint stores them: what our layers join comes apart, bit for bit.
-
-    `is_joined` says of which tensors that does not hold.
-    """
+    """The tensors of a dense model as a checkpoint stores them: stacked linears are split, except where `is_joined`."""
     out: dict[str, Tensor] = {}
     parts = _parts(model, [name for name in model.state_dict() if is_joined(name)])
     for name, tensor in model.state_dict().items():
@@ -261,9 +257,9 @@ def stored_tensors(model: nn.Module, *, is_joined: Callable[[str], bool] = lambd
 
 
 def _parts(model: nn.Module, stored: Collection[str] = ()) -> dict[str, dict[str, int]]:
-    """The tensors of a model that are made of stored linears: which ones, in order, and how many rows each has.
+    """For each parameter of a linear: the stored linears that it consists of, in order, and their numbers of rows.
 
-    What is in `stored` under its own name is made of itself.
+    A linear in `stored` under its own name is stored stacked.
     """
     joined = {name.rpartition(".")[0] for name in stored}
     found: dict[str, dict[str, int]] = {}
@@ -282,8 +278,8 @@ def _parts(model: nn.Module, stored: Collection[str] = ()) -> dict[str, dict[str
     return found
 
 
-def _adds_nothing(stored: str, files: TensorFiles, form: WeightFormat) -> bool:
-    """Whether a tensor is a bias of zeros: AutoGPTQ gives one to every linear, also where the model has none."""
+def _is_zero_bias(stored: str, files: TensorFiles, form: WeightFormat) -> bool:
+    """Whether a tensor is a bias of zeros, which AutoGPTQ writes for linears that have no bias."""
     return isinstance(form, Quantized) and stored.endswith(".bias") and not files.read(stored).any()
 
 

@@ -10,7 +10,7 @@ import typer
 
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.drafter import raise_errors
-from fledge.checkpoints.quantize import Width, Written, quantize_drafter, quantize_target
+from fledge.checkpoints.quantize import QuantizedCheckpoint, Width, quantize_drafter, quantize_target
 from fledge.checkpoints.reading import is_drafter, read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config
@@ -88,7 +88,7 @@ def _refuse_misfit(drafter: str, target: str) -> None:
     raise_errors(checkpoint, check(checkpoint, read_target_config(directory), directory))
 
 
-def _print(destination: Path, width: Width, written: Written) -> None:
+def _print(destination: Path, width: Width, written: QuantizedCheckpoint) -> None:
     groups = f", groups of {written.group_size}" if written.group_size else ""
     calibrated = f", {written.calibrated} of them calibrated" if written.calibrated else ""
     sizes = " -> ".join(f"{short(size)}B" for size in (written.bytes_before, written.bytes_after))

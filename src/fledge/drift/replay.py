@@ -272,7 +272,7 @@ class Replay:
     def _record(self, step: DraftStates, storage: DraftedRows, depth: int) -> dict[str, Tensor]:
         """Return the fields of `Replayed` for one draft step of some rounds, [rounds, ...] each."""
         drafter, rows = self._drafter, self._rows
-        drafts, confidence = drafter.likeliest(step.head)
+        drafts, confidence = drafter.top_token(step.head)
         sequences = self._verified.sequences[storage.rounds.index]
         places = storage.rounds.slots + depth  # positions of the target's states that the drafter's approximate
         is_there = places < rows.lengths[sequences]

@@ -120,7 +120,7 @@ def exchange(
 def is_same_build(old: Drafter, new: Drafter) -> bool:
     """Whether graphs that were captured with one drafter compute the other, given its weights."""
     vocabularies = old.vocabulary, new.vocabulary
-    copies = [vocabulary is not None and vocabulary.has_copies for vocabulary in vocabularies]
+    copies = [vocabulary is not None and vocabulary.has_duplicates for vocabulary in vocabularies]
     shapes = [{name: (w.shape, w.dtype) for name, w in one.state_dict().items()} for one in (old, new)]
     specs = [[one.spec for one in attentions(model)] for model in (old, new)]  # scales of keys and values are in them
     return old.config == new.config and copies[0] == copies[1] and shapes[0] == shapes[1] and specs[0] == specs[1]

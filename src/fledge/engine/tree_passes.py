@@ -64,7 +64,7 @@ def draft_trees(
     frontier: Frontier | None = None
     start = drafted = 0
     for number, (width, following) in enumerate(zip(widths, [*widths[1:], 0], strict=True)):
-        best = drafter.likeliest_few(head, count)
+        best = drafter.top_k_tokens(head, count)
         level = TreeLevel(number, start, drafted, following, length, tables, state.block_size)
         frontier = grow_trees(candidates, frontier, best, level)
         if following:

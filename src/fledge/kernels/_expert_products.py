@@ -1,11 +1,11 @@
-"""The kernels of `fledge.kernels.experts`, which tells how the work is cut.
+"""The kernels of `fledge.kernels.experts`, which documents their grids and tiles.
 
-`choice` are weights and numbers of experts for all pairs; with SORTED weights, the pairs sorted by expert and where
-those of each end; with ROUTING the logits of a lone row, their bias and a scale.
+`choice` are weights and numbers of experts for all pairs; with SORTED, weights, the pairs sorted by expert, and the end
+of each expert's; with ROUTING, the logits of a single row, their bias and a scale.
 
-`matrices` are all experts' weights, biases, a shared expert's weights; then scales and zero points where there are
-CODES, which `experts._codes_options` makes: kind, columns of a group (0: a scale for a row), whether there are zero
-points, assembly and its constraints.
+`matrices` are all experts' weights, biases, a shared expert's weights; then scales and zero points if quantised. CODES
+is from `experts._codes_options`: kind, columns of a group (0: a scale for each row), whether there are zero points,
+assembly and its constraints.
 """
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in

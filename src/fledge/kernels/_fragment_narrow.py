@@ -1,7 +1,7 @@
 """The narrow kernel of `fragment_linear`: blocks of 16 or 32 rows of W, so that every multiprocessor has some.
 
-A sum is CHAINS of them, each of every so many steps along the rows and of a warp for itself, or one for each 16 rows;
-they are added up at the end in their order. Within a step the order is that of the wide kernel.
+A sum consists of CHAINS partial sums, each of every CHAINS-th step along the rows, computed by a warp (or one for each
+16 rows); they are added at the end in order. Within a step the order is that of the wide kernel.
 """
 
 from triton.experimental import gluon

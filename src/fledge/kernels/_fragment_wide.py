@@ -1,9 +1,8 @@
-"""The wide kernel of `fragment_linear`: codes go from shared memory to the registers in which the product takes W.
+"""The wide kernel of `fragment_linear`: codes are loaded from shared memory and converted in the operand registers.
 
-The matrix instruction of a warp group runs beside the program and reads its operand in registers while it runs. Neither
-PTX nor its compiler keeps these registers from being written before it has ended, other than by a wait in the same turn
-of the loop. So every turn waits for its own products; within it, one chunk of codes is decoded while the products of
-the one before run.
+The asynchronous warp-group instruction reads its register operand while it runs. Neither PTX nor its compiler prevents
+these registers from being overwritten before it has ended, except by a wait in the same iteration. So every iteration
+waits for its own products; within it, one chunk of codes is converted while the products of the previous one run.
 """
 
 from triton.experimental import gluon

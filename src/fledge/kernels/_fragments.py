@@ -1,15 +1,15 @@
-"""Codes of a `QuantizedWeight` in the order in which a matrix instruction wants them.
+"""The layout of a `QuantizedWeight`'s codes in the order of the operand fragments of tensor cores.
 
-Tensor cores take W in fragments: of 16 rows and 16 columns, a thread of a warp has two rows, 8 apart, and four columns
-of each. Its numbers have to be in its registers, so it should find the codes side by side. Bytes of 16 rows and 32
-columns (64 in four bits) are a tile of 512, in which
+Of a fragment of 16 rows and 16 columns of W, a thread of a warp holds two rows, 8 apart, and four columns of each in
+registers, so its codes should be contiguous in memory. The bytes of 16 rows and 32 columns (64 with 4-bit codes) are a
+tile of 512, in which
 
     byte 16 lane + i   is that of row  lane / 4 + 8 (i % 2)  and column  2 (lane % 4) + (i / 2) % 2 + 8 (i / 4)
 
-so that a thread reads 16 at once. Tiles of the same rows follow each other: 16 rows stay where they were as a whole.
-The rows of a thread alternate, since the two halves of a 32-bit word become neighbours when they are unpacked.
+so that a thread reads 16 at once. Tiles of the same rows are contiguous: each 16 rows occupy the same memory as before.
+The rows of a thread alternate, because the two halves of a 32-bit word are adjacent after unpacking.
 
-Of codes in four bits, the two in a byte are SPAN columns apart, so that low halves and high ones are fragments too.
+The two 4-bit codes of a byte are SPAN columns apart, so that low halves and high halves are fragments too.
 """
 
 import functools
@@ -22,14 +22,14 @@ TILE_ROWS, TILE_BYTES, SPAN = 16, 32, 64
 
 
 def to_fragments(codes: Tensor) -> Tensor:
-    """Bytes [rows, length] in the order of columns -> the same shape, in tiles."""
+    """Reorder bytes [rows, length] from row-major order to tiles; same shape."""
     rows, length = codes.shape
     tiles = codes.view(rows // TILE_ROWS, 2, 8, length // TILE_BYTES, 2, 2, 4, 2)  # half, row; tile, 16, 8, pair, one
     return tiles.permute(0, 3, 2, 6, 4, 5, 7, 1).reshape(rows, length)
 
 
 def from_fragments(codes: Tensor) -> Tensor:
-    """The inverse of `to_fragments`."""
+    """Inverse of `to_fragments`."""
     rows, length = codes.shape
     tiles = codes.view(rows // TILE_ROWS, length // TILE_BYTES, 8, 4, 2, 2, 2, 2)
     return tiles.permute(0, 7, 2, 1, 4, 5, 3, 6).reshape(rows, length)
@@ -77,9 +77,9 @@ _FLOAT = """
 
 @functools.cache
 def fragment_assembly(kind: str, dtype: torch.dtype, *, zeros: bool, in_rows: bool = False) -> tuple[str, str]:
-    """Assembly and constraints for four bytes at a time: codes, then zero points of each half of a byte.
+    """Return inline assembly and constraints that convert four bytes: codes, then zero points of each half of a byte.
 
-    Codes are those of two rows in turns; `in_rows`: of one, so that numbers come out as the bytes lie.
+    Codes alternate between two rows; with `in_rows` they are of one row, and results are in the order of bytes.
     """
     numbers, halves = _FORMATS[dtype], 1 if kind in ("int8", "fp8") else 2
     word, base = 2 * halves, numbers.base

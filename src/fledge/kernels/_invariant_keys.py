@@ -1,4 +1,4 @@
-"""The two kernels of `invariant_attention`: attention over keys, all of a sequence or a piece, and over pieces."""
+"""The two kernels of `invariant_attention`: attention over all keys or one piece, and the combination of pieces."""
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in
 from fledge.kernels._triton import sink_weight, tl, triton

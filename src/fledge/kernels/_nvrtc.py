@@ -1,6 +1,6 @@
-"""CUDA C++ where Triton has no words for it: compiled by the NVRTC that comes with torch, kept, loaded and launched.
+"""Compiles CUDA C++ kernels with the NVRTC that comes with torch, caches, loads and launches them.
 
-Everything goes through the C interfaces of NVRTC and of the driver. No header is needed, nor a compiler on the machine.
+It uses the C interfaces of NVRTC and of the driver, and needs neither headers nor a compiler on the machine.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _PROGRAMMATIC_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
 class CudaError(RuntimeError):
-    """What the compiler or the driver said."""
+    """An error of the compiler or the driver, with its message."""
 
 
 class _Attribute(ctypes.Structure):
@@ -47,21 +47,21 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class CudaKernel:
-    """A kernel of one parameter, a structure, as loaded on one device."""
+    """A kernel with one parameter, a struct, loaded on one device."""
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int, device: torch.device) -> None:
-        """`shared_bytes`: the most that a launch will ask for."""
+        """`shared_bytes`: the maximal shared memory of a launch."""
         self._driver, self._device = ctypes.CDLL("libcuda.so.1"), device
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.empty(1, device=device)  # this thread has a context from here on
+            torch.empty(1, device=device)  # creates the context for this thread
             self._check(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
             self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
             self._check(self._driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_BYTES, shared_bytes))
             self._check(self._driver.cuFuncSetAttribute(self._function, _SHARED_CARVEOUT, 100))
 
     def launch(self, *, blocks: int, threads: int, shared_bytes: int, parameter: ctypes.Structure) -> None:
-        """Launch on its device's current stream, where it may begin before the one before has ended (`_overlap.py`)."""
+        """Launch on the device's current stream; it may start before the previous kernel has ended (`_overlap.py`)."""
         overlap = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
         with torch.cuda.device(self._device):
             config = _LaunchConfig(
@@ -83,14 +83,14 @@ class CudaKernel:
 
 
 def compiled(source: Path, *options: str) -> bytes:
-    """Return the machine code of a source for Hopper: from Triton's cache, or compiled now, and put there if it can be.
+    """Return the cubin of a source for Hopper, from Triton's cache, or compiled now and cached if possible.
 
-    CudaError where it cannot be compiled.
+    Raises CudaError if it cannot be compiled.
     """
     text, name = source.read_text(), f"{source.stem}.cubin"
     key = hashlib.sha256(repr((text, *OPTIONS, *options, torch.version.cuda)).encode()).hexdigest()
     cache: Any = None
-    with contextlib.suppress(OSError, RuntimeError):  # a folder that cannot be written, or none
+    with contextlib.suppress(OSError, RuntimeError):  # no cache directory, or not writable
         cache = get_cache_manager(key)
         if (kept := cache.get_file(name)) is not None:
             return Path(kept).read_bytes()
@@ -122,12 +122,12 @@ def compile_cubin(text: str, name: str, options: Sequence[str]) -> bytes:
 
 @functools.cache
 def find_nvrtc() -> Any:
-    """NVRTC as torch has it: in the loader's path, or in a package beside torch's."""
+    """Load torch's NVRTC: from the `nvidia` packages beside torch, or the loader's path."""
     major = (torch.version.cuda or "13").split(".")[0]
     packages = Path(torch.__file__).parents[1] / "nvidia"
     for folder in (packages / f"cu{major}" / "lib", packages / "cuda_nvrtc" / "lib"):
         for builtins in folder.glob("libnvrtc-builtins.so.*"):
-            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)  # which NVRTC looks for in the loader's path alone
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)  # NVRTC searches for it in the loader's path only
         for library in folder.glob(f"libnvrtc.so.{major}*"):
             return ctypes.CDLL(str(library))
     try:

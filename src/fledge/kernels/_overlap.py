@@ -1,23 +1,23 @@
-"""Kernels that start while the one before them still runs: programmatic dependent launch, on Hopper and later.
+"""Programmatic dependent launch (PDL), on Hopper and later: kernels start while their predecessor still runs.
 
 A kernel launched with `overlapping` may be resident before its predecessor has ended, which hides the launch:
 
-    begin_overlapped   waits for everything before, so that memory may be touched. Every kernel so launched must wait,
-                       in one of its programs at least, and let its successor in only then: so the kernel before has
-                       waited, and what is older than it may be read earlier, as may weights, which nothing writes. A
-                       kernel that does so says of what it assumes that, and reads past the L1 cache, which may hold
-                       what was there before.
-    let_successor_in   from here on the successor may come. A short kernel calls it when its input is read: a linear
-                       layer that comes earlier is spread unevenly over the multiprocessors still in use. A linear
+    begin_overlapped   waits for all earlier kernels, after which memory may be accessed. Every such kernel must wait,
+                       in at least one of its programs, and may release its successor only then: so when a kernel
+                       starts, its predecessor has waited, and data older than the predecessor may be read before the
+                       wait, as may weights, which are never written. A kernel that does so documents of which inputs
+                       it assumes that, and bypasses the L1 cache, which may be stale.
+    let_successor_in   allows the successor to start. A short kernel calls it when its input is read: a linear layer
+                       that starts earlier is distributed unevenly over the multiprocessors still in use. A linear
                        layer, whose successor is short, calls it at once.
 
-With few rows the kernel that ends attention lets its successor in before it waits (`early`): that is a linear layer,
-which asks for its weights then, while memory has nothing to do. So what a successor of it reads before it waits, if it
-is no weight, must be older than attention. (The same for norms and rotation gains in some models, loses in others.)
+With few rows, the last kernel of attention releases its successor before it waits (`early`): that is a linear layer,
+which then prefetches its weights while memory is idle. So what that layer reads before it waits, except weights, must
+be older than attention. (The same for norms and rotation is faster for some models and slower for others.)
 
-Kernels can only be on a multiprocessor together if they agree how its memory is split into L1 cache and shared memory.
-Triton asks for shared memory where a kernel has more than 48 KB of it and leaves the others to the driver, which may
-choose another split for them: then each waits until the multiprocessor is empty. So all ask for the same.
+Kernels can share a multiprocessor only if they agree on its split into L1 cache and shared memory. Triton requests a
+split only for kernels with more than 48 KB of shared memory and leaves the others to the driver, which may choose
+another one: then each kernel waits until the multiprocessor is empty. So all kernels request the same split.
 """
 
 import ctypes
@@ -34,12 +34,12 @@ else:
     gdc_launch_dependents = gdc_wait = tl
 
 
-FEW_ROWS = 8  # of a pass, in which kernels are short
+FEW_ROWS = 8  # passes with at most so many rows have short kernels
 
 
 @functools.cache
 def overlapping(device: torch.device, *, early: bool = False) -> dict[str, Any]:
-    """Return launch arguments for a kernel that takes `OVERLAP` and hands it to both functions below."""
+    """Return launch arguments for a kernel that takes `OVERLAP` and passes it to both functions below."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
         return {"OVERLAP": 0}
     _split_memory_alike()
@@ -48,11 +48,11 @@ def overlapping(device: torch.device, *, early: bool = False) -> dict[str, Any]:
 
 @functools.cache
 def _split_memory_alike() -> None:
-    """Have every kernel that Triton loads from here on prefer as much shared memory as there is."""
+    """Make every kernel that Triton loads from now on prefer the maximal shared memory."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         triton.knobs.runtime.kernel_load_end_hook.add(functools.partial(_prefer_shared_memory, driver))
-    except (OSError, AttributeError):  # another Triton: nothing is wrong, kernels overlap less
+    except (OSError, AttributeError):  # another version of Triton: kernels only overlap less
         return
 
 

@@ -1,11 +1,11 @@
 """The two kernels of `paged_attention`: attention over pieces of keys, and the combination of pieces.
 
-The grid is fixed by what the host knows: `slots` pieces that run at once and one more for each sequence. Which piece
-of which sequence a program has, it works out from all lengths, so that pieces are about equally long whatever mix of
-lengths a replayed graph meets: one captured grid serves every length up to the bound, a long sequence among short ones
-is spread over the GPU, and programs left without a piece exit at once. Sequences of several pieces leave partial
-results, which a second kernel combines in a fixed order: results do not vary from run to run. Lengths are there before
-the kernel that stores the keys begins, so both kernels read them before they wait for it.
+The grid depends only on host values: `slots` pieces that run at once, and one more for each sequence. Each program
+computes from all lengths which piece of which sequence it has, such that pieces have about equal lengths for any
+lengths at replay: one captured graph serves all lengths up to the bound, a long sequence among short ones is spread
+over the GPU, and programs without a piece exit at once. Sequences of several pieces write partial results, which a
+second kernel combines in a fixed order: results are deterministic. Lengths are complete before the kernel that stores
+the keys starts, so both kernels read them before they wait for it.
 """
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in

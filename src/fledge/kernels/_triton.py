@@ -1,8 +1,7 @@
-"""Triton where it is installed, a stand-in where it is not, and which version of a kernel runs.
+"""Imports Triton or a stub, and decides which implementation of a kernel runs.
 
-That is Triton's on a GPU, a CPU backend's where one has registered, else plain torch. A backend (`fledge.native`) takes
-over kernels of integers and comparisons, whose results are the same whoever computes them, and those that draw tokens,
-which are within the tolerance of Triton's (`sample.py`).
+That is Triton's on a GPU, a registered CPU kernel's, or else the torch reference. CPU kernels (`fledge.native`) exist
+for operations on integers and comparisons, which are exact, and for sampling, within the tolerance of `sample.py`.
 """
 
 import functools
@@ -17,10 +16,10 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
-except ImportError:  # a CPU machine: kernel files must still import, their references run
+except ImportError:  # without a GPU: kernel files must still import, and their references run
 
     class _Absent:
-        """Decorates, annotates and is called like Triton, and does nothing."""
+        """Accepts every use as decorator, annotation or function, and does nothing."""
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
@@ -39,15 +38,15 @@ _cpu_kernels: dict[str, Callable[..., Any]] = {}
 
 
 def read_own_digest() -> None:
-    """Have Triton read its library of 400 MB, whose digest is in the name of every kernel it looks for; once."""
+    """Let Triton compute the digest of its 400 MB library, which is part of every kernel's cache key, ahead of time."""
     if HAS_TRITON:
-        from triton.runtime.cache import triton_key  # noqa: PLC0415 - not public, and elsewhere in other versions
+        from triton.runtime.cache import triton_key  # noqa: PLC0415 - private, and moves between versions
 
         triton_key()
 
 
 def runs_triton(*tensors: Tensor | None) -> bool:
-    """Whether a call on `tensors` goes to the kernel: they are on a GPU and nobody wants a gradient through them."""
+    """Whether a call with `tensors` runs the Triton kernel: they are on a GPU and none needs a gradient."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not HAS_TRITON or not is_on_gpu(given[0]):
         return False
@@ -55,23 +54,23 @@ def runs_triton(*tensors: Tensor | None) -> bool:
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Tests say that all are, and run the kernels under Triton's interpreter."""
+    """Whether a tensor is on a GPU. Tests patch this to run kernels under Triton's interpreter."""
     return tensor.is_cuda
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run under Triton's interpreter, which knows no assembly."""
+    """Whether kernels run under Triton's interpreter, which does not support inline assembly."""
     return HAS_TRITON and bool(triton.knobs.runtime.interpret)
 
 
 def register_cpu_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Let `kernels` run on CPUs, by the names of the public functions, as those call them; replaces earlier ones."""
+    """Register `kernels` for CPUs by the name that `cpu_kernel` is called with; replaces those registered before."""
     _cpu_kernels.clear()
     _cpu_kernels.update(kernels)
 
 
 def cpu_kernel(name: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
-    """Return the registered kernel if it takes `tensors`: integers and float32, rows of neighbours, no gradient."""
+    """Return the registered kernel if it supports `tensors`: integers or float32, last stride 1, no gradient."""
     kernel = _cpu_kernels.get(name)
     if kernel is None or torch.compiler.is_compiling():
         return None
@@ -93,20 +92,20 @@ def next_power_of_two(n: int) -> int:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return x as [rows, size] with neighbouring elements; rows of a 2-D slice stay where they are."""
+    """Return x as [rows, size] with stride 1 in the last dimension; copies only if needed."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has; under the interpreter any number will do."""
+    """The number of multiprocessors of a GPU; an arbitrary one for the interpreter."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Which instructions of NVIDIA's a GPU has, (0, 0) for another's; without one, for the compiler, Hopper's."""
+    """The compute capability of an NVIDIA GPU; (0, 0) for AMD; Hopper's without a GPU, for the compiler."""
     if device.type != "cuda":
         return 9, 0
     return (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
@@ -114,7 +113,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def has_room(device: torch.device) -> bool:
-    """Whether a program may have the 200 KB of shared memory that some launches take: data-centre GPUs since 2022."""
+    """Whether a program may use 200 KB of shared memory, as some launches do: Hopper and data-centre Blackwell."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 

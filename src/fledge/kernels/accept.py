@@ -1,10 +1,10 @@
-"""Which drafts of a chain stand when they must be what the target chose, and what the round emits: one launch.
+"""Acceptance of a chain of drafts that must equal the target's choices, and the emitted tokens, in one launch.
 
     drafts   [ a  b  x ]        accepted 2
     choices  [ a  b  c  d ]     tokens [ a  b  c  PADDING ]
 
-`accept_greedy` starts from the target's logits instead of its choices and saves a launch: the argmax of the last
-step and the comparison are one kernel. All of it is integers and comparisons: kernel and reference agree exactly.
+`accept_greedy` takes the target's logits instead of its choices and saves a launch: the last step of the argmax and the
+comparison are one kernel. Integers and comparisons only: kernel and reference agree exactly.
 """
 
 from typing import NamedTuple
@@ -20,16 +20,16 @@ PADDING = -1
 
 
 class Accepted(NamedTuple):
-    """What a round emits for each row of a batch."""
+    """The tokens that a round emits for each row of a batch."""
 
-    tokens: Tensor  # [batch, depth + 1] int64: accepted drafts, then one token of the target's, then PADDING
-    accepted: Tensor  # [batch] int64 number of accepted drafts
+    tokens: Tensor  # [batch, depth + 1] int64: accepted drafts, then one token chosen by the target, then PADDING
+    accepted: Tensor  # [batch] int64: number of accepted drafts
 
 
 def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> Accepted:
-    """Accept drafts [batch, depth] for as long as they equal choices [batch, depth + 1], which are the target's.
+    """Accept the longest prefix of drafts [batch, depth] that equals the target's choices [batch, depth + 1].
 
-    Only the first `draft_lengths` [batch] drafts of a row are considered, all of them by default.
+    Only the first `draft_lengths` [batch] drafts of a row count; by default all.
     """
     if runs_triton(choices):
         return _launch(drafts, (choices.contiguous(), choices), draft_lengths, choices.shape, chunks=0)
@@ -42,7 +42,7 @@ def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | Non
 
 
 def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> Accepted:
-    """`accept_chain` with the argmax of the target's logits [batch, depth + 1, vocab] for its choices."""
+    """`accept_chain` with the argmax of the target's logits [batch, depth + 1, vocab] as choices."""
     if not runs_triton(logits):
         return accept_chain(drafts, argmax_rows(logits), draft_lengths=draft_lengths)
     maxima = chunk_maxima(logits.flatten(0, 1))
@@ -58,7 +58,7 @@ def _launch(
     chunks: int,
     vocab: int = 0,
 ) -> Accepted:
-    """`decided` are the target's choices, or the maxima of so many chunks of its logits."""
+    """decided: the target's choices if `chunks` is 0, else `chunk_maxima` of its logits."""
     drafts = drafts.contiguous()
     outcome = Accepted(drafts.new_empty(shape), drafts.new_empty(shape[0]))
     _accept_kernel[(shape[0],)](

@@ -1,7 +1,7 @@
-"""Bias, tokens held back and penalties for a few requests of a batch, on the way to float32 logits: two launches.
+"""Logit bias, minimum length, grammar masks and penalties for a few requests of a batch, in two launches.
 
-`decoding.sampling.adjust_logits` is the definition. Rows of other requests are copied as they are. Multiplications and
-additions are not fused and divisions are exact, so that kernel and definition agree in every bit.
+Converts logits to float32. The reference is `decoding.sampling.adjust_logits`. Rows of other requests are copied.
+Multiplications and additions are not fused and divisions are exact, so that kernel and reference agree in every bit.
 """
 
 from typing import NamedTuple
@@ -15,33 +15,33 @@ CHUNK = 2048
 
 
 class SlotTables(NamedTuple):
-    """What changes the logits of the holders of slots: a row for each slot."""
+    """Adjustments of logits, one row for each slot. A request that needs any holds a slot."""
 
     bias: Tensor  # [slots, vocab] float32
-    stops: Tensor  # [slots, vocab] bool: not before position
+    stops: Tensor  # [slots, vocab] bool: stop tokens, forbidden before position
     stops_from: Tensor  # [slots] int64
-    refused: Tensor  # [slots, depths, vocab] bool: by a grammar, after so many drafts
-    in_prompt: Tensor  # [slots, vocab] bool
-    counts: Tensor  # [slots, vocab] int32: in the answer so far
+    refused: Tensor  # [slots, depths, vocab] bool: forbidden by a grammar after that many drafts
+    in_prompt: Tensor  # [slots, vocab] bool: tokens of the prompt
+    counts: Tensor  # [slots, vocab] int32: occurrences in the output so far
     repetition_penalty: Tensor  # [slots] float32, as the next two
     presence_penalty: Tensor
     frequency_penalty: Tensor
 
 
 class AdjustedEntries(NamedTuple):
-    """Which entries of a batch are adjusted: up to n, those from `batch` on are nobody's."""
+    """The entries of a batch whose logits are adjusted, at most n."""
 
-    slots: Tensor  # [2, n] int64: the entries, and their slots
+    slots: Tensor  # [2, n] int64: indices of entries (`batch` or more: padding), and their slots
     request: Tensor  # [batch] int64: the row of each entry's drafts
-    positions: Tensor  # [batch, width] int64: what its rows decide
-    at: Tensor | None  # [batch, width] int64: the rows of each, in order, then its last again; None: all in order
+    positions: Tensor  # [batch, width] int64: of the tokens that its rows decide
+    at: Tensor | None  # [batch, width] int64: the rows of each entry, the last one repeated; None: rows are in order
 
 
 def adjust_rows(logits: Tensor, drafts: Tensor, adjusted: AdjustedEntries, tables: SlotTables) -> Tensor:
-    """Return logits [rows, vocab] in float32, those of the entries adjusted. Triton's only.
+    """Return logits [rows, vocab] in float32, adjusted for the given entries. Triton only.
 
-    The rows of an entry have seen its `drafts` [requests, max_depth] one by one. Where a grammar leaves nothing but
-    stops that are held back, the grammar is right.
+    Row i of an entry follows the first i of its `drafts` [requests, max_depth]. If a grammar allows only stop tokens
+    that the minimum length forbids, the grammar prevails.
     """
     (rows, vocab), (batch, width), count = logits.shape, adjusted.positions.shape, adjusted.slots.shape[1]
     assert logits.stride(1) == 1
@@ -49,7 +49,7 @@ def adjust_rows(logits: Tensor, drafts: Tensor, adjusted: AdjustedEntries, table
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     forced = torch.empty(count, width, dtype=torch.uint8, device=logits.device)
     flags = [one.view(torch.uint8) if one.dtype is torch.bool else one for one in tables]
-    slots = adjusted.slots.clone()  # kernels are compiled anew for tensors that begin at odd addresses
+    slots = adjusted.slots.clone()  # aligned: kernels would be compiled again for unaligned tensors
     given = (slots, adjusted.request, adjusted.positions.contiguous())
     sizes, shape = (vocab, tables.refused.stride(0)), (batch, width, count)
     if rows == 0 or count == 0:

@@ -1,14 +1,14 @@
-"""Which drafts of a batch are verified if not all are, and where they lie then: chosen on the device, in a graph.
+"""Selects which drafts of a batch are verified if not all are, on the device, so that it can be in a CUDA graph.
 
-The drafts likeliest to be reached and accepted are admitted, so many over the whole batch. How likely follows from the
-drafter's largest probability at each (`engine/admission.py` tells why never from that of the token it drew). What is
-fed is laid out flat, one request after another:
+Admitted are the drafts of the whole batch that are most likely to be reached and accepted. The likelihood is computed
+from the drafter's largest probability at each step (`engine/admission.py` explains why not from that of a sampled
+token). The admitted rows are concatenated, request after request:
 
-    verify 3, admit 4    request 0: x0 a a -    request 1: x1 - - -    request 2: x2 c c -    (a, c: the likeliest)
+    verify 3, admit 4    request 0: x0 a a -    request 1: x1 - - -    request 2: x2 c c -    (a, c: admitted)
     flat                 x0 a a x1 x2 c c       starts 0 3 4 7
 
-A draft is never likelier than the one before it, so each request has the first few of its own. Exactly as many are
-admitted as there is room for: where too few were drafted, places without a draft are fed, as they are in a full round.
+A draft is never more likely than the one before it, so each request has a prefix of its drafts. Exactly `admit` are
+admitted: if there are fewer drafts, places without a draft are fed, as in a full round.
 """
 
 from typing import NamedTuple
@@ -24,26 +24,26 @@ CHUNK = 256  # places that a program compares with its own at once
 
 
 class AdmittedRound(NamedTuple):
-    """What the target reads of an opened round: `fed` rows, those of a request together."""
+    """The input of the target for the admitted part of a round: `fed` rows, request after request."""
 
     tokens: Tensor  # [fed] int64, as the next three
     positions: Tensor
     slots: Tensor
-    places: Tensor  # of each row in the opened round: entry * width + number
+    places: Tensor  # index of each row in the opened round: entry * width + number
     starts: Tensor  # [batch + 1] int32: the first row of each request, and the end
-    rows: Tensor  # [batch, width] int64: the row of each place, or where that is not fed the request's last
-    drafted: Tensor  # [batch] int64: how many drafts count
+    rows: Tensor  # [batch, width] int64: the row of each place; the request's last row if the place is not fed
+    drafted: Tensor  # [batch] int64: number of valid drafts
 
 
 class AcceptanceCoefficients(NamedTuple):
-    """What makes a probability of acceptance of a confidence: sigmoid(w * log(q / (1 - q)) + b)."""
+    """Calibration from a confidence q to a probability of acceptance: sigmoid(w * logit(q) + b)."""
 
-    values: Tensor  # [kinds, 1 + max_depth] float32: w, then b at each depth
-    kind: Tensor  # [batch] bool: which of the kinds each request is of
+    values: Tensor  # [kinds, 1 + max_depth] float32: w, then b for each depth
+    kind: Tensor  # [batch] bool: the kind of each request
 
 
 def admit_drafts(opened: OpenedRound, coefficients: AcceptanceCoefficients, admit: int) -> AdmittedRound:
-    """Choose `admit` of the drafts of all requests, no more than there is room for, and lay out what is fed."""
+    """Select `admit` places of all requests, at most batch * depth, and gather the target's input."""
     if not runs_triton(opened.tokens):
         return admit_drafts_reference(opened, coefficients, admit)
     (batch, depth), made = opened.confidence.shape, opened.tokens
@@ -81,7 +81,7 @@ def admit_drafts(opened: OpenedRound, coefficients: AcceptanceCoefficients, admi
 def admit_drafts_reference(opened: OpenedRound, coefficients: AcceptanceCoefficients, admit: int) -> AdmittedRound:
     (batch, depth), device = opened.confidence.shape, opened.tokens.device
     survival = survival_reference(opened, coefficients)
-    # In order of depth, then of requests: that is how equals are ranked.
+    # Ties are ranked by depth, then by request.
     chosen = survival.T.flatten().sort(descending=True, stable=True).indices[:admit] % batch
     admitted = torch.bincount(chosen, minlength=batch)
     starts = torch.zeros(batch + 1, dtype=torch.int64, device=device)
@@ -101,7 +101,7 @@ def admit_drafts_reference(opened: OpenedRound, coefficients: AcceptanceCoeffici
 
 
 def survival_reference(opened: OpenedRound, coefficients: AcceptanceCoefficients) -> Tensor:
-    """[batch, depth] float32: how likely each draft is to be reached and accepted; -1 where there is none."""
+    """[batch, depth] float32: the probability that each draft is reached and accepted; -1 where there is none."""
     depth = opened.confidence.shape[1]
     own = coefficients.values[coefficients.kind.long()]
     odds = opened.confidence.nan_to_num(nan=0.5).clamp(CERTAIN, 1 - CERTAIN).logit()

@@ -1,7 +1,7 @@
-"""The most likely token of each row of logits, and how likely it is, read once in the dtype they have.
+"""Argmax of each row of logits, and its probability, in one read of the logits in their own dtype.
 
-Comparing needs no arithmetic, so kernel and reference agree exactly; among equals the lowest index wins. Probabilities
-agree but for rounding.
+Indices are exact, as comparisons need no arithmetic; among equal logits the lowest index wins. Probabilities agree with
+the reference up to rounding.
 """
 
 import torch
@@ -16,19 +16,19 @@ CHUNK = 4096  # logits of one program: 32 programs share a row of a vocabulary o
 def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
     """Return the index of the largest logit of each row, the lowest among equals: [rows, vocab] -> [rows] int64.
 
-    With `offsets` [vocab] int64, the index plus its offset: a draft vocabulary's ids become the target's on the way.
+    `offsets` [vocab] int64 are added to the indices: they map a draft vocabulary's ids to the target's.
     """
     return _largest(logits, offsets, None)
 
 
-def likeliest_rows(logits: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`argmax_rows`, and the probability of what it finds under the row's softmax, [rows] float32: read once."""
+def argmax_with_probability(logits: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return (`argmax_rows`, its probability under the row's softmax [rows] float32)."""
     confidence = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
     return _largest(logits, offsets, confidence), confidence
 
 
 def _largest(logits: Tensor, offsets: Tensor | None, confidence: Tensor | None) -> Tensor:
-    """Return the indices; write the probabilities into `confidence` if it is there."""
+    """Return the indices; write the probabilities to `confidence` unless it is None."""
     native = cpu_kernel("argmax_rows", logits, offsets) if logits.is_floating_point() else None
     if native is None and not runs_triton(logits):
         if confidence is not None:
@@ -44,7 +44,7 @@ def _largest(logits: Tensor, offsets: Tensor | None, confidence: Tensor | None) 
     shared = {"OFFSETS": offsets is not None, "CONFIDENCE": confidence is not None, **overlapping(logits.device)}
     offsets = out if offsets is None else offsets
     results = (out, out if confidence is None else confidence)
-    if vocab <= CHUNK:  # one program has it all: nothing is left to reduce
+    if vocab <= CHUNK:  # one program per row, without a second kernel
         assert logits.stride(1) == 1
         _row_kernel[(rows,)](
             logits, offsets, results, vocab, logits.stride(0), BLOCK=next_power_of_two(vocab), num_warps=4, **shared
@@ -63,7 +63,7 @@ def argmax_rows_reference(logits: Tensor, offsets: Tensor | None = None) -> Tens
 
 
 def largest_probability(logits: Tensor) -> Tensor:
-    """[*, vocab] -> [*] float32: the probability of the likeliest of each row."""
+    """[*, vocab] -> [*] float32: the largest probability of each row."""
     logits = logits.float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
 
@@ -74,7 +74,7 @@ def chunk_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(logits: Tensor, *, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`chunk_maxima`, and with `sums` those of the exponentials of each chunk, of which the largest is 1."""
+    """`chunk_maxima`, and with `sums` the sum of exp(logit - maximum) of each chunk."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     chunks = -(-vocab // CHUNK)

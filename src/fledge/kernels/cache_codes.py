@@ -1,10 +1,9 @@
-"""Keys and values in eight bits: FP8 (E4M3), with one scale for the keys of a layer and one for its values.
+"""FP8 (E4M3) KV cache, with one scale for the keys of a layer and one for its values.
 
-    code = row / scale, rounded to nearest, no larger than 448          row = code * scale
+    code = row / scale, rounded to nearest, clamped to +-448          row = code * scale
 
-What is too large is stored as the largest code, as vLLM stores it; what is not a number stays so. A cache of any other
-dtype keeps rows as they come. Attention kernels read codes as they are: the scale of the keys goes into that of the
-scores, the scale of the values into the sum.
+Clamping is as in vLLM; NaN stays NaN. Caches of other dtypes store rows without a scale. Attention kernels read codes:
+the scale of keys is multiplied into the softmax scale, that of values into the output.
 """
 
 import torch
@@ -20,7 +19,7 @@ Scales = tuple[float, float]  # of keys and values
 
 
 def encode(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """What a cache of `dtype` stores of `rows`."""
+    """Convert `rows` to what a cache of `dtype` stores."""
     if dtype != FP8:
         return rows.to(dtype)
     wide = rows if rows.element_size() > 2 else rows.float()
@@ -28,21 +27,21 @@ def encode(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def decode(codes: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """The rows that were stored, in `dtype`."""
+    """Convert stored rows back, to `dtype`."""
     rows = codes.to(dtype)
     return rows * scale if codes.dtype == FP8 and scale != 1 else rows
 
 
 def as_bytes(cache: Tensor) -> Tensor:
-    """The same memory for those who only move rows: few operations of torch know eight-bit floats."""
+    """A uint8 view of an FP8 cache, for operations that only copy: torch supports few on 8-bit floats."""
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
 def as_float16(query: Tensor) -> Tensor:
-    """Queries in bfloat16 as kernels multiply them with codes.
+    """Convert bfloat16 queries for products with FP8 codes.
 
-    GPUs turn codes into float16 in one instruction for two, into bfloat16 in four. Queries lose nothing by it, other
-    than those beyond 65504, and what is below float16's smallest.
+    GPUs convert two codes to float16 in one instruction, to bfloat16 in four. The conversion of queries is exact except
+    for overflow beyond 65504, which is clamped, and underflow.
     """
     return query.clamp(-FP16_MAX, FP16_MAX).to(torch.float16)
 

@@ -1,4 +1,4 @@
-"""Rows of a quantised matrix as plain numbers, for products with many rows of x, which a GPU's own library computes.
+"""Dequantises rows of a weight, for products with many rows of x, which cuBLAS computes.
 
 Agrees with `quantized_linear.dequantize` exactly: products in float32, rounded once.
 """
@@ -18,7 +18,7 @@ _BLOCK_N, _BLOCK_K = TILE_ROWS, 256
 
 
 def dequantize_rows_triton(weight: "QuantizedWeight", first: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Rows from `first` on, a multiple of 16, [count, columns]; columns in the order of the codes."""
+    """Return rows from `first` (a multiple of 16) on, [count, columns]; columns are in the order of the codes."""
     assert first % TILE_ROWS == 0
     length, groups = weight.codes.shape[1], weight.scales.shape[1]
     count = min(count, len(weight.scales) - first)

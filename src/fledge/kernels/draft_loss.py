@@ -1,21 +1,20 @@
-"""The loss of a drafter's logits against the target's, with its gradient, in one kernel.
+"""The loss of a drafter's logits against the target's, and its gradient, in one kernel.
 
 With q the drafter's probabilities, p* the target's probabilities of the draft vocabulary's tokens (they sum to the
 share of the target's mass that the draft vocabulary covers) and p the same renormalised to sum to one:
 
     soft_ce   -sum p log q
-    kl        sum p log(p / q), forward: the same gradient, and 0 where the drafter is perfect
+    kl        sum p log(p / q), forward KL: the same gradient, and 0 where the drafter is perfect
     lk        -log(a + OVERLAP_FLOOR) + kl_weight * kl, with the overlap a = sum min(p*, q): the negative log likelihood
               that a draft sampled from q is accepted (arXiv 2602.23881, its likelihood form)
 
-One program goes through a row two or three times: once for the two logsumexps and the drafter's choice, once for the
-loss and the overlap, and in the same go the gradient, except with lk, whose gradient needs the overlap first. Only the
-first of these reads comes from memory as long as the rows in flight fit the second-level cache. No softmax is ever
-written. All arithmetic is float32, gradients are rounded to the logits' dtype once, and a row's results depend on that
-row alone, in a fixed order of sums: the same bits every time.
+One program reads a row two or three times: once for the two logsumexps and the drafter's argmax, once for loss, overlap
+and gradient; lk's gradient needs the overlap and takes a third pass. Only the first read comes from memory if the rows
+in flight fit in the L2 cache. No softmax is materialised. All arithmetic is float32, gradients are rounded to the
+logits' dtype once, and a row's results depend on that row alone, with a fixed order of sums: deterministic.
 
-The gradient takes the place of the logits, and the backward pass is one scaling of it, which costs nothing where the
-factor is 1. So fold constant factors (a decay, a denominator) into `weight` rather than multiplying the total.
+The gradient overwrites the logits, and the backward pass scales it, which costs nothing if the factor is 1. So fold
+constant factors (a decay, a denominator) into `weight` instead of multiplying the total.
 """
 
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ from fledge.kernels._triton import runs_triton, tl, triton
 
 LossKind = Literal["soft_ce", "kl", "lk"]
 
-# Added to the overlap before its logarithm: a loss of at most 46, and no effect on an overlap above 1e-13. It can be
-# this small because the gradient of -log a stays below 1 however small the overlap is: no row explodes.
+# Added to the overlap before its logarithm: bounds the loss by 46, and has no effect on an overlap above 1e-13. It can
+# be this small because the gradient of -log a stays below 1 however small the overlap is.
 OVERLAP_FLOOR = 1e-20
 
 PER_LANE = 8  # neighbouring columns of one thread: 16 bytes of a 16-bit dtype
@@ -41,12 +40,12 @@ LOW = tl.constexpr(-1e30)  # stands for -inf: differences and products with 0 st
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLoss:
-    """What the rows lose, and how the drafter compares with the target. Rows of weight 0 have 0 everywhere."""
+    """The loss, and statistics of each row. Rows of weight 0 have 0 everywhere."""
 
     total: Tensor  # scalar float32, differentiable: the sum over rows of weight * loss
     row_loss: Tensor  # [rows] float32, detached, unweighted
-    choice: Tensor  # [rows] int64: the draft id the drafter likes best, the lowest among equals
-    overlap: Tensor  # [rows] float32, detached: sum of min(p*, q), the chance that a sampled draft is accepted
+    choice: Tensor  # [rows] int64: argmax of the drafter's logits (a draft id), the lowest among equals
+    overlap: Tensor  # [rows] float32, detached: sum of min(p*, q), the probability that a sampled draft is accepted
 
 
 def draft_loss(
@@ -64,17 +63,16 @@ def draft_loss(
     """Compare each row of `logits` [rows, draft_vocab] with row `target_rows[row]` of `target_logits` [m, draft_vocab].
 
     `target_log_total` [m] float32 is the logsumexp of the target over its full vocabulary, `weight` [rows] float32.
-    Rows of weight 0 are not read, whatever they hold, and get a gradient of zero. Target logits may be -inf; a row
-    that is -inf throughout teaches nothing. No gradient flows to the target.
+    Rows of weight 0 are not read and get a gradient of zero. Target logits may be -inf; a row that is -inf throughout
+    has no loss. No gradient flows to the target.
 
-    With `in_place`, and where a gradient is wanted and `logits` is not a leaf, the logits' memory MAY be overwritten
-    with their gradient, so from this call on:
-      * nobody may read the logits again, nor any view of them, nor pass them to a second loss;
-      * the operation that made them must not need its own output in its backward pass. Linear layers, additions,
+    With `in_place`, if a gradient is needed and `logits` is not a leaf, the logits' memory MAY be overwritten with
+    their gradient, so after this call:
+      * the logits and views of them must not be read again, nor passed to a second loss;
+      * the operation that produced them must not need its own output in its backward pass. Linear layers, additions,
         scalings, casts and reshapes do not; tanh (soft-capped logits), exp or softmax do.
-    Autograd knows of the overwriting: an operation that kept the logits raises its usual error about variables
-    "modified by an inplace operation" in the backward pass instead of computing a wrong gradient. The total can be
-    differentiated once; a second backward pass through the same call raises the same error.
+    Autograd is told of it: an operation that saved the logits raises the usual error about variables "modified by an
+    inplace operation" in the backward pass. A second backward pass through the same call raises the same error.
 
     Under torch.compile the kernel is a graph break: compile the layers, not the loss.
     """
@@ -84,19 +82,19 @@ def draft_loss(
     assert target_rows.shape == weight.shape == logits.shape[:1]
     assert target_log_total.shape == target_logits.shape[:1]
     assert target_rows.dtype == torch.int64
-    if not runs_triton(logits.detach()) or logits.dtype == torch.float64:  # detached: the kernel has a gradient
+    if not runs_triton(logits.detach()) or logits.dtype == torch.float64:  # detached: the kernel computes the gradient
         return _by_autograd(logits, (target_logits, target_rows, target_log_total, weight), kind, kl_weight)
     if num_warps is None:
         # Wide programs: few rows are in flight, so that they stay in the second-level cache between the reads.
         num_warps = min(max(triton.next_power_of_2(logits.shape[1]) // (32 * PER_LANE), 1), 16)
-    # A leaf is the caller's own, and memory with gaps between the columns, or rows that share it, is copied first.
+    # A leaf belongs to the caller; logits with strided columns or overlapping rows are copied first.
     overwrite = in_place and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
     if logits.stride(1) != 1:
         logits, overwrite = logits.contiguous(), False
     if target_logits.stride(1) != 1:
         target_logits = target_logits.contiguous()
     weight = weight.detach().contiguous()
-    # Where the compiler is at work it is told to leave this call alone; elsewhere it need not even be imported.
+    # Under torch.compile this is a graph break; otherwise torch's compiler need not be imported.
     call = torch.compiler.disable(_FusedLoss.apply) if torch.compiler.is_compiling() else _FusedLoss.apply
     total, row_loss, choice, overlap = call(
         logits,
@@ -112,7 +110,7 @@ def draft_loss(
 def _by_autograd(
     logits: Tensor, given: tuple[Tensor, Tensor, Tensor, Tensor], kind: LossKind, kl_weight: float
 ) -> DraftLoss:
-    """The same by plain autograd, in float32, or in float64 for float64 logits. Never overwrites anything."""
+    """Reference with autograd, in float32, or in float64 for float64 logits. Overwrites nothing."""
     target_logits, target_rows, target_log_total, weight = given
     dtype = torch.promote_types(logits.dtype, torch.float32)
     supervised = weight != 0

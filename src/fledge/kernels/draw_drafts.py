@@ -1,7 +1,7 @@
-"""Drafts that are drawn at random: one step of a batch of chains, some of which draw theirs.
+"""Sampling of drafts: one step of a batch of chains, for those requests that sample their drafts.
 
-What a draft is drawn from is the drafter's distribution at the request's temperature, which is kept for rejection to
-judge by. Tolerance: as in `sample.py`.
+A draft is sampled from the drafter's distribution at the request's temperature, which is stored for rejection sampling.
+Tolerance: as in `sample.py`.
 """
 
 from typing import NamedTuple
@@ -14,20 +14,20 @@ from fledge.kernels.sample import are_weighed, choose, draw_rows, weigh_rows, wr
 
 
 class DraftDraws(NamedTuple):
-    """Which drafts of a batch of chains are drawn at random, by what, and where their distributions are kept."""
+    """Sampling parameters of the drafts of a batch of chains, and where their distributions are stored."""
 
-    request: Tensor  # [batch] int64: whose each chain is
-    settings: RowSettings  # of the requests; `sampled`: its drafts are drawn. Filters are not for drafts
+    request: Tensor  # [batch] int64: the request of each chain
+    settings: RowSettings  # of requests; `sampled`: its drafts are sampled. Filters do not apply to drafts
     uniforms: Tensor  # [depth, batch] float64
-    probabilities: Tensor  # [requests, max_depth, vocab] float32, those of others are left alone
+    probabilities: Tensor  # [requests, max_depth, vocab] float32: output, for requests that sample
 
 
 def draw_drafts(spread: Tensor, draws: DraftDraws, step: int, tokens: Tensor, likeliest: Tensor) -> None:
-    """Write a token into `tokens` [batch] for each row of spread [batch, vocab] whose drafts are drawn.
+    """For rows of logits `spread` [batch, vocab] whose requests sample: write the sampled token to `tokens` [batch].
 
-    Into `likeliest` [batch] the largest probability of what it was drawn from, which says nothing of what was drawn.
+    The largest probability of the row, not that of the sampled token, is written to `likeliest` [batch].
     """
-    # A drafter gone wrong must still draft from a distribution, or rejection would not be lossless.
+    # NaN and inf must still give a distribution, or rejection sampling would not be lossless.
     largest = min(1e30, torch.finfo(spread.dtype).max)
     spread = spread.nan_to_num(posinf=largest, neginf=-torch.inf)
     request, settings, out = draws.request, draws.settings, draws.probabilities[:, step]

@@ -1,31 +1,31 @@
-"""The chosen experts of some rows, weighted and summed: what decoding and verifying do with a mixture of experts.
+"""Fused mixture of experts for few rows: the weighted sum of the chosen experts' outputs, for decoding and verifying.
 
-Reading the experts is all the work, so a program has a piece of one expert and multiplies it with all the rows that
-chose it. A (row, choice) is a pair; a program finds the pairs of its expert by looking through all of them, so nothing
-is sorted and the host needs to know nothing. Grids are for as many experts as there can be: with fewer pairs than
+The product is bound by reading the experts, so a program has a tile of one expert's weights and multiplies it with all
+rows that chose it. A pair is (row, chosen expert); a program scans all pairs for those of its expert, so that nothing
+is sorted and the host is not involved. The grid is for the largest possible number of experts: with fewer pairs than
 experts one for each pair, of which the first with an expert runs it for all, else one for each expert. More than
 MANY_PAIRS are sorted by expert first.
 
-    gate_up     pairs' x -> middle [pairs, size], by expert
-    down        middle -> out. For a few rows by row, all its experts at once and summed; for more by expert, a part
-                for each pair, and the parts are summed
+    gate_up     x of each pair -> middle [pairs, size], by expert
+    down        middle -> out. For few rows by row, which sums over its experts; for more by expert, with a partial
+                result for each pair, and a kernel that sums them
 
-A shared expert, which every row chooses, is here in parts of the size of the others, with numbers after theirs.
+A shared expert, which every row uses, is treated as several experts of the others' size, numbered after them.
 
-A lone row has no pairs to look through, and every program chooses experts anew from the router's logits: that takes
-less time than a launch. Programs of `down` choose, and read the first of their weights, while gate_up still runs.
+For a single row every program computes the routing from the router's logits, which takes less time than a launch.
+Programs of `down` do so, and read the first of their weights, while gate_up still runs.
 
-Experts in codes (`QuantizedWeight`, all of a layer in one) lie as they are stored, row by row. Codes become numbers of
-x's dtype in registers, exactly; the scale of a group is applied to the sum of its products, in float32, or where a step
-has several groups to each number, which is rounded then. Where they say so, x and the middle are rounded to eight bits.
+Quantised experts (one `QuantizedWeight` for all experts of a layer) are in the stored layout, row by row. Codes are
+converted exactly to x's dtype in registers; the scale of a group is applied to the sum of its products, in float32, or
+if a step has several groups, to each value, which is then rounded. With quantised activations, x and middle are rounded
+to E4M3.
 
-From MANY_PAIRS on it is a matter of arithmetic, not of reading: of plain experts `layers/mlp.py` has torch's grouped
-product.
+From MANY_PAIRS on the product is compute-bound: for dense experts `layers/mlp.py` uses torch's grouped GEMM.
 
-Tolerance: gate and up are rounded to the dtype where torch would round them. The outputs of the experts are summed in
-float32 and rounded once, torch rounds each. A row's result does not depend on the other rows, as long as the way stays;
-nor, if it is asked to be `invariant`, on how many there are: sums have one order then, by expert. As in
-`invariant_linear` that takes matrix instructions of all shapes that add up alike.
+Tolerance: gate and up are rounded to the dtype as in torch. The outputs of experts are summed in float32 and rounded
+once; torch rounds each. A row's result does not depend on the other rows for one launch configuration; with `invariant`
+also not on their number: sums are in the order of experts. As in `invariant_linear`, that requires matrix instructions
+of all shapes to sum in the same order.
 """
 
 from dataclasses import dataclass, replace
@@ -43,15 +43,15 @@ from fledge.kernels.quantized_linear import QuantizedWeight
 from fledge.kernels.route import Routing, route
 
 MANY_PAIRS = 2048
-MOST_SCANNED = 512  # pairs that a program looks through at once
+MOST_SCANNED = 512  # pairs that a program scans at once
 
-# Weight [experts, out, in], or all rows of all experts in codes, [experts * out, in]; and bias [experts, out].
+# (weight [experts, out, in], or quantised [experts * out, in]; bias [experts, out] or None)
 Stacked = tuple[Tensor | QuantizedWeight, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductLaunch:
-    """How a product is cut: columns of a program, and elements of an expert's row in a step."""
+    """Tile sizes of a product: output columns of a program, and elements of an expert's row in a step."""
 
     columns: int
     step: int
@@ -66,21 +66,21 @@ class ProductLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsLaunch:
-    """How the work is cut. `few_experts` picks one by `choose_launch` unless it is given."""
+    """A launch configuration; by default that of `choose_launch`."""
 
     gate_up: ProductLaunch
     down: ProductLaunch
-    by_row: bool = False  # down: the experts of a row at once
-    most_rows: int = 32  # of x, that a program multiplies at once
-    is_sorted: bool = False  # pairs are, by expert
+    by_row: bool = False  # down: a program sums over the experts of a row
+    most_rows: int = 32  # rows of x that a program multiplies at once
+    is_sorted: bool = False  # pairs are sorted by expert
 
 
 def choose_launch(
     pairs: int, rows: int, *, in_codes: bool = False, invariant: bool = False, is_roomy: bool = True
 ) -> ExpertsLaunch:
-    """Return how to cut the work. In codes and `invariant` no sum depends on it, but for the instructions' own order.
+    """Choose a launch. `in_codes`: quantised; with that or `invariant`, it does not change the order of sums.
 
-    Those for codes and for many pairs are not from a sweep. `is_roomy`: a program may have 120 KB of shared memory.
+    Those for quantised experts and for many pairs are not tuned. `is_roomy`: a program may use 120 KB of shared memory.
     """
     if pairs > MANY_PAIRS:
         product = ProductLaunch(columns=64, step=64, num_stages=3 if is_roomy else 2, num_warps=8)
@@ -101,7 +101,7 @@ def choose_launch(
 
 
 def reads_codes(weight: QuantizedWeight) -> bool:
-    """Whether the kernels take such matrices: groups are whole steps or parts of one, columns in their own order."""
+    """Whether the kernels support a weight: no act-order, and groups that are whole steps or divide one."""
     group, is_one_group = weight.group_size, weight.scales.shape[1] == 1
     return weight.order is None and (is_one_group or group in (16, 32, 64) or group % 128 == 0)
 
@@ -120,8 +120,8 @@ def few_experts(
 ) -> Tensor:
     """Return for each row of x [rows, hidden] the sum over its `experts` [rows, chosen] of weight * down(gate * up).
 
-    `limit` as in `SwiGLU`. `shared` are gate_up [2 * n * size, hidden] and down [hidden, n * size] of an expert n times
-    the size of the others, without biases: numbers from that of the experts on mean its n parts. Not beside codes.
+    `limit` as in `SwiGLU`. `shared` are gate_up [2 * n * size, hidden] and down [hidden, n * size] of a shared expert n
+    times the size of the others, without bias; its n parts are numbered after the others. Not with quantised experts.
     """
     choice, chosen = (weights.contiguous(), experts.contiguous()), experts.shape[1]
     in_codes = isinstance(gate_up[0], QuantizedWeight)
@@ -144,8 +144,8 @@ def routed_experts(
     shared: tuple[Tensor, Tensor] | None = None,
     invariant: bool = False,
 ) -> Tensor:
-    """As `few_experts` of those that `route` chooses by `logits` [rows, experts] and `bias`. Triton's only."""
-    is_lone = len(x) == 1 and routing.n_group == 1  # groups are judged in turns, and every program would do so
+    """`few_experts` with the experts that `route` chooses from `logits` [rows, experts] and `bias`. Triton only."""
+    is_lone = len(x) == 1 and routing.n_group == 1  # grouped routing is sequential, too slow for every program
     if not is_lone or invariant or isinstance(gate_up[0], QuantizedWeight):
         weights, experts = route(logits, bias, routing)
         return few_experts(x, weights, experts, gate_up, down, limit, shared=shared, invariant=invariant)
@@ -165,7 +165,7 @@ def _run(
     shared: tuple[Tensor, Tensor] | None,
     launch: ExpertsLaunch,
 ) -> Tensor:
-    """`choice` are the weights and numbers of experts or, with `routing`, logits, their bias and the scale."""
+    """choice: weights and numbers of experts or, with `routing`, logits, bias and scale."""
     rows, hidden = x.shape
     count, size = _shape(down[0], hidden)
     x = _rounded(x, gate_up[0]).contiguous()
@@ -243,17 +243,17 @@ def _run(
 
 
 def _shape(down: Tensor | QuantizedWeight, hidden: int) -> tuple[int, int]:
-    """How many experts there are, and the size of each."""
+    """Number of experts, and the intermediate size of each."""
     if isinstance(down, Tensor):
         return down.shape[0], down.shape[2]
     return len(down.scales) // hidden, down.columns
 
 
 def _rounded(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
-    """x [rows, size] as what the weight wants it to be multiplied as."""
+    """x [rows, size], rounded to E4M3 if the weight has quantised activations."""
     if isinstance(weight, Tensor) or weight.activations is None:
         return x
-    return quantize_rows(x, weight.input_scale).decoded()
+    return quantize_rows(x, weight.input_scale).dequantized()
 
 
 def _matrices(stacked: Stacked, shared: Tensor | None) -> tuple[Tensor, ...]:
@@ -266,7 +266,7 @@ def _matrices(stacked: Stacked, shared: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _codes_options(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> tuple[object, ...] | None:
-    """CODES of the kernels; the assembly is for GPUs alone, where numbers of 16 bits are wanted."""
+    """The constant CODES of the kernels. Inline assembly is for GPUs and 16-bit dtypes only."""
     if isinstance(weight, Tensor):
         return None
     group = 0 if weight.scales.shape[1] == 1 else weight.group_size

@@ -1,15 +1,15 @@
-"""Top-k, top-p and min-p: which tokens of a row may be drawn, without ordering the row.
+"""Top-k, top-p and min-p filtering of rows of logits, without sorting.
 
-What is kept of a row is all above some logit, and of the tokens at that logit the first few. So two numbers say it, the
-`floor` and the `last` id at the floor. One program finds both for a row by bisection: how many tokens, or how much
-probability, lies at or above a logit between two that are known to be too low and too high. Each pass over the row also
-finds the logits next to the one it tried, so that the bounds are logits of the row and meet after about as many passes
-as the number of different ones has bits. Rows of requests that filter nothing cost a launch and no more.
+The tokens that are kept are those above some logit, and the first ones of those equal to it. So two numbers describe
+them: `floor`, and the `last` id at the floor. One program finds both for a row by bisection over logits, with the count
+or probability mass at or above the tried one. Each pass over the row also finds the row's logits next to the tried one,
+so that bounds are logits of the row and about log2(distinct logits) passes suffice. Rows of requests without filters
+cost a launch only.
 
-Tolerance: kernel and reference keep the same tokens, except where the probability before a token lies within about 1e-6
-of top-p, or a token's within as much of min-p: sums and the last bits of exponentials differ. Top-k is exact. The
-reference orders by float32 probabilities, the kernel by logits: tokens that only differ beyond those count as equals
-there, and not here.
+Tolerance: kernel and reference keep the same tokens, except where the probability mass before a token is within about
+1e-6 of top-p, or a token's probability within 1e-6 of min-p, because sums and the last bits of exponentials differ.
+Top-k is exact. The reference sorts by float32 probabilities, the kernel by logits: tokens with equal probabilities but
+different logits are ties in the reference only.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ LOWEST = tl.constexpr(-(2**31) + 1)  # of all keys: below that of -inf
 
 
 class Filters(NamedTuple):
-    """What requests want to be drawn from: columns with an entry for each."""
+    """Filters of requests: columns with one entry for each request."""
 
     top_k: Tensor  # int64; 0 is off
     top_p: Tensor  # float64; 1 is off
@@ -36,22 +36,22 @@ class Filters(NamedTuple):
 
 
 class RowSettings(NamedTuple):
-    """How requests draw: columns with an entry for each."""
+    """Sampling parameters: columns with one entry for each request."""
 
-    sampled: Tensor  # bool; the rows of others are left alone
-    temperature: Tensor  # float32, above zero
+    sampled: Tensor  # bool; rows of other requests are skipped
+    temperature: Tensor  # float32, positive
     filters: Filters | None = None
 
 
 class Bounds(NamedTuple):
-    """What may be drawn of each row, by its logits over the temperature."""
+    """The tokens of each row that filters keep, in terms of logits / temperature."""
 
-    floor: Tensor  # [rows] float32: nothing below it
-    last: Tensor  # [rows] int64: nothing at it with a higher id
+    floor: Tensor  # [rows] float32: tokens below it are dropped
+    last: Tensor  # [rows] int64: tokens equal to it with a higher id are dropped
 
 
 def find_bounds(logits: Tensor, request: Tensor, settings: RowSettings) -> Bounds:
-    """Return the bounds of rows [rows, vocab] of `request` [rows], where that one filters. Triton's only."""
+    """Return the bounds of rows of logits [rows, vocab], by the filters of `request` [rows]. Triton only."""
     filters = settings.filters
     assert filters is not None
     assert logits.stride(1) == 1
@@ -67,10 +67,7 @@ def find_bounds(logits: Tensor, request: Tensor, settings: RowSettings) -> Bound
 
 
 def scaled_rows(logits: Tensor, request: Tensor, settings: RowSettings) -> Tensor:
-    """Return logits over the temperature of each row's request, -inf where its filters drop one: float32 [rows, vocab].
-
-    For few rows: it takes as much memory as they do.
-    """
+    """Return logits / temperature [rows, vocab] float32, -inf for filtered tokens. Allocates a copy of the rows."""
     scaled = logits.float() / settings.temperature[request, None]
     if settings.filters is None:
         return scaled
@@ -89,12 +86,13 @@ def scaled_rows(logits: Tensor, request: Tensor, settings: RowSettings) -> Tenso
 
 
 def keep_likeliest(scaled: Tensor, filters: Filters, *, max_top_k: int, any_min_p: bool, any_top_p: bool) -> Tensor:
-    """The definition: logits over the temperature [rows, vocab] with -inf for what min-p, top-k and top-p drop.
+    """The reference: logits / temperature [rows, vocab] with -inf for tokens that min-p, top-k and top-p drop.
 
-    `filters` has an entry for each row, of which the others say what is needed: no row's top-k is above `max_top_k`.
+    `filters` has one entry for each row. `max_top_k`: the largest top-k of any row; `any_*`: whether a row has that
+    filter.
     """
     if any_min_p:
-        # p < min_p * p_max, in logs; min_p of 0 gives a threshold of -inf, below which nothing is.
+        # p < min_p * p_max in logarithms; a min_p of 0 gives a threshold of -inf.
         threshold = scaled.amax(-1, keepdim=True) + filters.min_p.log()[:, None]
         scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
     if max_top_k > 0:
@@ -103,23 +101,23 @@ def keep_likeliest(scaled: Tensor, filters: Filters, *, max_top_k: int, any_min_
 
 
 def _keep_top_k(logits: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
-    """Drop tokens below the k-th largest logit. Those equal to it all stay, as in vLLM: k is a minimum."""
+    """Drop tokens below the k-th largest logit. All those equal to it are kept, as in vLLM."""
     largest = logits.topk(max_top_k, dim=-1).values
-    # A greedy row's top_k may lie beyond max_top_k; what it keeps is of no consequence.
+    # A greedy row's top_k may exceed max_top_k; its result is not used.
     kth = largest.gather(1, (top_k.clamp(min=1, max=max_top_k) - 1)[:, None])
     threshold = kth.masked_fill((top_k == 0)[:, None], -torch.inf)
     return logits.masked_fill(logits < threshold, -torch.inf)
 
 
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of likeliest tokens whose probability reaches top_p, and always the likeliest.
+    """Keep the smallest set of most likely tokens whose probability reaches top_p, at least one.
 
-    Among equals at the edge the lowest ids stay: the sort is stable.
+    Of equal tokens at the boundary the lowest ids are kept: the sort is stable.
     """
     probs = logits.softmax(-1)
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-    # Rounding may bring the mass before a rare token to 1, so a row without top-p is excepted by name.
+    # Rounding may bring the mass before a rare token to 1, so rows without top-p are excluded explicitly.
     outside = (mass_before >= top_p[:, None]) & (top_p < 1.0)[:, None]
     outside[:, 0] = False
     return logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)

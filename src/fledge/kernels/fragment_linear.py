@@ -1,14 +1,14 @@
-"""x W^T + bias for rows of x and a `QuantizedWeight` whose codes are in fragments: which kernel, how cut.
+"""x W^T + bias for a `QuantizedWeight` whose codes are in fragments (`_fragments`): choice and launch of a kernel.
 
-Codes become numbers of x's dtype in registers, where every one of them is exact; `_fragments` says how they lie. There
-are two kernels, both in Gluon, Triton's language with layouts, which is imported with the first product:
+Codes are converted exactly to x's dtype in registers. There are two kernels, both in Gluon (Triton with explicit
+layouts), which is imported with the first product:
 
-    narrow   16 rows of x at most; the warps of a program have every so many steps along its rows of W (Ampere, later)
-    wide     W is the operand in registers of a warp group's product, x that in shared memory (Hopper alone)
+    narrow   at most 16 rows of x; the warps of a program take turns along its rows of W (Ampere and later)
+    wide     warp-group products with W as the operand in registers and x in shared memory (Hopper only)
 
-Tolerance: products are summed in float32 and scales, in float32 too, are applied to the sums of groups. A row's result
-does not depend on the other rows, for one launch; nor on how many there are, for those of `choose_invariant_launch`. As
-in `invariant_linear` that takes matrix instructions of a warp and of four that add up alike.
+Tolerance: products are summed in float32, and float32 scales are applied to the sums of groups. A row's result does not
+depend on the other rows for one launch, and with `choose_invariant_launch` also not on their number. As in
+`invariant_linear`, that requires matrix instructions of one warp and of four to sum in the same order.
 """
 
 import functools
@@ -24,20 +24,20 @@ from fledge.kernels._triton import as_rows, next_power_of_two, triton
 if TYPE_CHECKING:
     from fledge.kernels.quantized_linear import QuantizedWeight
 
-MAX_ROWS = 256  # for which codes are read, where a dequantised matrix would do too
-CHAINS = 4  # that a sum is made of where it has to be the same in both kernels
+MAX_ROWS = 256  # with more, the weight is dequantised first
+CHAINS = 4  # partial sums of a product in invariant launches, equal in both kernels
 _MAX_TILES = 4096
 
 
 class QuantizedLaunch(TypedDict):
-    """BLOCK_N rows of W and BLOCK_K bytes of each are what a program has in a step, or one warp of it if not WIDE."""
+    """A launch configuration: in a step, a program (or if not WIDE, a warp) has BLOCK_K bytes of BLOCK_N rows of W."""
 
     WIDE: bool
-    BLOCK_M: int  # rows of x of a program at most
+    BLOCK_M: int  # maximal rows of x of a program
     BLOCK_N: int
     BLOCK_K: int
-    SPLIT: int  # programs that share the steps along the same rows of W
-    CHAINS: int  # that a sum is made of, each of every so many steps; 0: of parts as they lie, one for each program
+    SPLIT: int  # split-K: programs that share the steps along the same rows of W
+    CHAINS: int  # partial sums, each of every CHAINS-th step; 0: one of contiguous steps for each program
     num_warps: int
     num_stages: int
 
@@ -45,11 +45,11 @@ class QuantizedLaunch(TypedDict):
 def choose_launch(
     weight: "QuantizedWeight", *, rows: int, processors: int, has_wide: bool = True, has_room: bool = True
 ) -> QuantizedLaunch | None:
-    """Return how to cut the work, or None where a dequantised matrix is better or the kernels do not take this one.
+    """Choose a launch; None if dequantising first is faster or the kernels do not support the weight.
 
-    `has_wide` says that the GPU has products of warp groups, `has_room` that a program may have 200 KB. From a sweep on
-    an H200 (docs/log.md): matrices of 31, 47 and 217 rows for a multiprocessor, groups of 128 or whole rows. At 256
-    rows `gate_up` of an 8B model takes 112 to 120 us, and 235 dequantised first (92 of it the product).
+    `has_wide`: the GPU has warp-group products; `has_room`: a program may use 200 KB of shared memory. From a sweep on
+    an H200 (docs/log.md) with 31, 47 and 217 rows of W per multiprocessor, groups of 128 or whole rows. With 256 rows
+    `gate_up` of an 8B model takes 112 to 120 us, and 235 us dequantised first (92 of it the product).
     """
     columns, length = weight.codes.shape
     if rows > MAX_ROWS or not _is_taken(weight):
@@ -76,10 +76,10 @@ def choose_launch(
 def choose_invariant_launch(
     weight: "QuantizedWeight", *, rows: int, processors: int, has_wide: bool = True, has_room: bool = True
 ) -> QuantizedLaunch | None:
-    """Return how to cut the work so that a row has the same bits whatever `rows` is, or None, whatever it is.
+    """Choose a launch such that bits of a row do not depend on `rows`; None (for any number) if not supported.
 
-    Of a launch `CHAINS` alone, and that a step is of SPAN bytes, change bits. The rest is as in `choose_launch` where
-    it can be; more rows than that takes have the tiles of its largest launch.
+    Only `CHAINS` and the step of SPAN bytes affect bits. Other parameters are those of `choose_launch` if possible;
+    with more than MAX_ROWS rows, tiles are those of its largest launch.
     """
     columns, length = weight.codes.shape
     has_chains = length % (CHAINS * SPAN) == 0
@@ -91,7 +91,7 @@ def choose_invariant_launch(
         least = min(rows, 16)
         narrow = _narrow(rows=least, is_packed=is_packed, is_tall=is_tall, is_short=is_short, has_room=has_room)
         warps = min(narrow["num_warps"], CHAINS * narrow["BLOCK_N"] // TILE_ROWS)
-        narrow["num_stages"] *= narrow["num_warps"] // warps  # as many bytes under way
+        narrow["num_stages"] *= narrow["num_warps"] // warps  # keeps the number of bytes in flight
         narrow.update({"CHAINS": CHAINS, "num_warps": warps})
         return narrow
     wide = _wide(rows=min(rows, MAX_ROWS), is_packed=is_packed, is_tall=is_tall, is_short=is_short)
@@ -103,7 +103,7 @@ def choose_invariant_launch(
 
 
 def _is_taken(weight: "QuantizedWeight") -> bool:
-    """Whether codes are in fragments and a step of either kernel has whole groups, or is within one."""
+    """Whether codes are in fragments, and a step of either kernel consists of whole groups or is within one."""
     group, is_one_group = weight.group_size, weight.scales.shape[1] == 1
     return weight.in_fragments and (is_one_group or group in (16, 32, 64) or group % (2 * SPAN) == 0)
 
@@ -151,14 +151,14 @@ def _wide(*, rows: int, is_packed: bool, is_tall: bool, is_short: bool) -> Quant
 
 @functools.cache
 def counters(device: torch.device) -> Tensor:
-    """How many parts of a tile are done, for launches with SPLIT; zero between launches, which follow each other."""
+    """Counters of finished parts of each tile, for launches with SPLIT. Zero between launches, which are sequential."""
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def fragment_linear_triton(
     x: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None, *, launch: QuantizedLaunch
 ) -> Tensor:
-    from fledge.kernels import _fragment_narrow, _fragment_wide  # noqa: PLC0415  Gluon: not for a CPU to wait for
+    from fledge.kernels import _fragment_narrow, _fragment_wide  # noqa: PLC0415  Gluon is slow to import
 
     columns, length = weight.codes.shape
     rows, is_one_group = as_rows(x), weight.scales.shape[1] == 1

@@ -1,13 +1,12 @@
-"""Linear layers of up to eight rows on Hopper, with the norm before them and the residual or the gate after them.
+"""Linear layers for up to eight rows on Hopper, fused with the norm before and the residual or the gate after them.
 
-Where reading W is all the work, kernels of their own for these take 1 to 2 us each in which memory has nothing to do,
-and so does the beginning of the linear layer itself, which cannot ask for W before its program runs. Here W is on its
-way while the kernel before is still at work (`fused_linear.cu`: CUDA C++, as Triton has no words for warps that copy
-while others multiply).
+Such products are bound by reading W. Separate kernels for norm, residual and gate take 1 to 2 us each, during which
+memory is idle, and so is the start of the linear layer. Here W is prefetched while the previous kernel is still running
+(`fused_linear.cu`: CUDA C++, because Triton cannot express warps that copy while others multiply).
 
-Rounding is that of the kernels it stands for: the norm, the linear layer, the gate and the sum with the residual are
-each rounded to bfloat16. Products are summed in float32, in an order that depends on W alone: a row has the same bits
-in whatever company of up to eight, and differs from cuBLAS by one unit in the last place of its largest terms.
+Rounding is that of the separate kernels: norm, linear layer, gate and residual sum are each rounded to bfloat16.
+Products are summed in float32, in an order that depends on W only: bits of a row do not depend on the other rows (up to
+eight), and it differs from cuBLAS by one unit in the last place of its largest terms.
 """
 
 import ctypes
@@ -32,14 +31,14 @@ _WARPS, _PRODUCERS, _TILE, _CHUNK = 8, 4, 16, 512
 _MOST_NORMED = 8192  # columns
 _FIXED_BYTES = 256 + 4 * MOST_ROWS * _WARPS * (1 + 20)
 _SLOT_BYTES = _TILE * (2 * _CHUNK + 64)
-_MOST_SLOTS, _IN_FLIGHT = 12, 3  # more than the norm of x takes time for
+_MOST_SLOTS, _IN_FLIGHT = 12, 3  # slots of W in shared memory: enough for the time that the norm of x takes
 _SHARED_BYTES = 227 * 1024  # of a block
 
 _log = logging.getLogger("fledge.kernels")
 
 
 def can_fuse(weight: Tensor, *, normed: bool = False, gated: bool = False) -> bool:
-    """Whether the kernel takes this W: bfloat16, whole tiles of it, a GPU that has the instructions, and NVRTC."""
+    """Whether the kernel supports this W: bfloat16, whole tiles, a Hopper GPU, and NVRTC to compile it."""
     columns, size = weight.shape
     return (
         weight.is_cuda
@@ -64,10 +63,10 @@ def fused_linear(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """Return x W^T + bias for x [..., size] and W [columns, size], for which `can_fuse` holds on a GPU.
+    """Return x W^T + bias for x [..., size] and W [columns, size]. On a GPU, `can_fuse` must hold for W.
 
-    With `norm` [size] the product is of `rms_norm(x)`; with `residual` [..., columns] it is added to that. If `gated`
-    the result is `swiglu` of it, with half of the columns, and there is neither bias nor residual.
+    With `norm` [size], x is first normed by `rms_norm`; `residual` [..., columns] is added to the result. With `gated`
+    the result is `swiglu` of the product, [..., columns / 2], without bias and residual.
     """
     given: dict[str, Any] = {"norm": norm, "eps": eps, "residual": residual, "gated": gated}
     if not (runs_triton(x, weight) and weight.is_cuda):
@@ -149,7 +148,7 @@ class _Linear(ctypes.Structure):
 
 @functools.cache
 def _kernel(device: torch.device) -> CudaKernel | None:
-    """The kernel, compiled where it has not been, and tried; None where it cannot be had: the reason is logged."""
+    """Return the kernel, compiled if needed and tested; None if it is not available, for a reason that is logged."""
     try:
         kernel = CudaKernel(compiled(SOURCE), "fused_linear", _SHARED_BYTES, device)
         if not torch.cuda.is_current_stream_capturing():
@@ -162,8 +161,8 @@ def _kernel(device: torch.device) -> CudaKernel | None:
 
 @torch.no_grad()
 def _try(kernel: CudaKernel, device: torch.device) -> None:
-    """Raise CudaError unless it computes on this machine what the reference does: a compiler of another day made it."""
-    rows, columns, size = 3, 96, 704  # two chunks and a tile without a neighbour
+    """Raise CudaError unless the results on this machine are the reference's: NVRTC's version varies."""
+    rows, columns, size = 3, 96, 704  # two chunks, and an odd number of tiles
     numbers = torch.randn(rows + columns + 1, size, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     x, weight, norm = (part.to(device) for part in numbers.split([rows, columns, 1]))
     weight, residual = weight * size**-0.5, x[:, :columns].contiguous()

@@ -1,11 +1,11 @@
-"""Growing draft trees, one launch a level, and ranking them, one launch: `decoding/tree.py` for a batch, on tables.
+"""Grows draft trees, one launch per level, and selects their nodes, one launch: `decoding/tree.py` for a batch.
 
     candidates   [ level 0: width | level 1: width * width | ... ]    numbered in this order; parents are such numbers
     frontier     the best `width` of the last level, best first, which the drafter reads next
     tree         the best `budget` of all candidates, renumbered in order: parents before children
 
-Equal scores go by number. Scores are sums of what `top_rows` gives, never NaN. Whom a row sees is kept in bits: those
-of a frontier row are for the rows that were drafted before it, those of a tree's row for the rows of the tree.
+Ties go to the lower number. Scores are sums of log-probabilities from `top_rows`, never NaN. Attention masks are bits:
+those of a frontier row are for the rows drafted before it, those of a tree's row for the rows of the tree.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from fledge.kernels.top_rows import NOTHING, best_keys, first_largest, index_of,
 
 
 class Candidates(NamedTuple):
-    """All candidates of growing trees, level after level."""
+    """All candidates of a batch of trees, level by level."""
 
     tokens: Tensor  # [batch, candidates] int64, as parents and depths
     parents: Tensor  # numbers of candidates; -1: the root
@@ -33,24 +33,24 @@ class Candidates(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The rows that the drafter reads next, sequence by sequence; all int64."""
+    """The drafter's input for the next level, sequence by sequence; all int64."""
 
-    numbers: Tensor  # [batch, width] among the candidates
-    masks: Tensor  # [batch, width] bit n is set if the row sees drafted row n
-    tokens: Tensor  # [batch * width], as the rest
-    origins: Tensor  # the row of the last frontier, in the flat layout, that each continues
+    numbers: Tensor  # [batch, width]: numbers of candidates
+    masks: Tensor  # [batch, width]: bit n is set if the row sees drafted row n
+    tokens: Tensor  # [batch * width], as the following
+    origins: Tensor  # the parent's row in the last frontier, in the flat layout
     positions: Tensor
     slots: Tensor
 
 
 class TreeLevel(NamedTuple):
-    """Which level it is, what came before it, and where its frontier goes."""
+    """The parameters of a level."""
 
     number: int  # 0 is that of the root's children
-    start: int  # candidates of the levels before
-    drafted: int  # rows that the drafter has read after the settled ones
-    width: int  # of its frontier; 0 if nobody reads on
-    length: Tensor  # [batch] settled tokens
+    start: int  # number of candidates of earlier levels
+    drafted: int  # number of draft rows that the drafter has read, after the verified ones
+    width: int  # of its frontier; 0 for the last level
+    length: Tensor  # [batch]: number of verified tokens
     tables: Tensor  # [batch, max_blocks] int32
     block_size: int
 
@@ -58,10 +58,10 @@ class TreeLevel(NamedTuple):
 def grow_trees(
     candidates: Candidates, frontier: Frontier | None, best: tuple[Tensor, Tensor], level: TreeLevel
 ) -> Frontier:
-    """Write the candidates of a level and return those that the drafter reads next.
+    """Write the candidates of a level to `candidates`, and return the frontier.
 
-    `best` is what `top_rows` found after each row of the last frontier, [batch * rows, count] both; None is the root,
-    one row for each tree. The rows it returns will lie behind the settled and the drafted ones.
+    `best` is the result of `top_rows` for each row of the last `frontier`, [batch * rows, count] each; a frontier of
+    None is the root, with one row per tree. The returned rows get the cache slots after verified and drafted rows.
     """
     logprobs, length, width = best[0], level.length, level.width
     native = cpu_kernel("grow_trees", *best, length, level.tables)
@@ -130,7 +130,7 @@ def grow_trees_reference(
 
 
 def rank_trees(rows: Tensor, state: RowState, candidates: Candidates, *, nodes: int, depth: int) -> None:
-    """Keep the best `nodes` candidates of each tree, at most 63 of `depth` levels, in the state's `rows` [batch]."""
+    """Write the best `nodes` (at most 63) candidates of each tree, of `depth` levels, to the state's `rows` [batch]."""
     native = cpu_kernel("rank_trees", rows, candidates.scores)
     if native is None and not runs_triton(rows):
         rank_trees_reference(rows, state, candidates, nodes=nodes, depth=depth)
@@ -157,18 +157,18 @@ def rank_trees(rows: Tensor, state: RowState, candidates: Candidates, *, nodes: 
 
 def rank_trees_reference(rows: Tensor, state: RowState, candidates: Candidates, *, nodes: int, depth: int) -> None:
     batch, count = candidates.tokens.shape
-    kept = first_largest(candidates.scores, nodes)[1].sort(dim=-1).values  # back in order of number: parents first
+    kept = first_largest(candidates.scores, nodes)[1].sort(dim=-1).values  # in order of number: parents first
     place = torch.arange(nodes, device=rows.device)
     places = torch.full((batch, count + 1), -1, device=rows.device)
-    places.scatter_(1, kept, place.expand(batch, -1))  # by number; that of the root, -1, is the last of all
+    places.scatter_(1, kept, place.expand(batch, -1))  # by number; the root, -1, is the last column
     parents = places.gather(1, candidates.parents.gather(1, kept) % (count + 1))
     state.tree_tokens[rows, :nodes] = candidates.tokens.gather(1, kept)
     state.tree_parents[rows, :nodes] = parents
     state.tree_depths[rows, :nodes] = candidates.depths.gather(1, kept)
-    masks = torch.ones(batch, nodes + 1, dtype=torch.int64, device=rows.device)  # all see the root
+    masks = torch.ones(batch, nodes + 1, dtype=torch.int64, device=rows.device)  # every row sees the root
     masks[:, 1:] += 1 << (place + 1)
     own = masks.clone()
-    for _ in range(depth - 1):  # each time one step further up
+    for _ in range(depth - 1):  # add ancestors, one level at a time
         masks[:, 1:] = own[:, 1:] | masks.gather(1, parents + 1)
     state.tree_masks[rows, : nodes + 1] = masks
 

@@ -1,18 +1,18 @@
-"""Attention over the paged cache whose rows have the same bits in whatever company: for batch-invariant engines.
+"""Batch-invariant attention over the paged cache: bits of a row do not depend on the rest of the batch.
 
-One order of sums for decoding, verifying chains and trees, and reading prompts. Keys are cut at fixed places, counted
-from the first of the sequence, whatever the batch: into steps of `step_keys` and pieces of PIECE. A query has a running
-softmax over the steps of a piece, and takes the pieces together in their order:
+Decoding, verification of chains and trees, and prompts share one order of sums. Keys are split at fixed positions of
+the sequence, independent of the batch: into pieces of PIECE keys and steps of `step_keys`. A query has a running
+softmax over the steps of a piece, and pieces are combined in order:
 
-    folded    a program has a block of queries and all their keys, and takes pieces together as it goes: prompts
-    split     it has one piece, and a second kernel takes them together: few sequences, which would not fill the GPU
+    folded    a program has a block of queries and all their keys, and combines pieces as it goes: prompts
+    split     a program has one piece, and a second kernel combines: few sequences, which would not fill the GPU
 
-Which of the two, how many queries share a tile and what else they see changes no bit: to a query, keys that it does not
-see have a weight of zero, and steps and pieces of them are as if they were not there. Weights are summed up as a
-product with ones, in the order in which values are, which does not depend on how a tile is spread over threads.
+Neither that choice nor the other queries of a tile affect bits: keys that a query does not see have a weight of zero,
+and steps and pieces of only such keys have no effect. Weights are summed as a product with ones, in the same order as
+values, which does not depend on how a tile is distributed over threads.
 
-In a tree a query has its ancestors' keys at other places than a chain would have them. So each is read by itself: key n
-after the context is the n-th ancestor, wherever it lies.
+In a tree, the keys of a query's ancestors are not contiguous. They are gathered: key n after the context is that of the
+n-th ancestor.
 """
 
 import math
@@ -27,18 +27,18 @@ from fledge.kernels._triton import next_power_of_two, processors
 from fledge.kernels.paged_attention import WIDE_HEAD
 
 PIECE = 256  # keys
-SPLIT_BYTES = 2**28  # of partial results, at most
+SPLIT_BYTES = 2**28  # maximal size of partial results
 
 
 def step_keys(head_dim: int) -> int:
-    """How many keys one step has: by the model alone."""
+    """The number of keys in a step, which depends on the model only."""
     return 64 if head_dim <= 128 else 32
 
 
 def choose_tile(rows: int, head_dim: int) -> tuple[int, int, int]:
-    """How many rows (queries x heads that share a KV head) a program has, its warps, and the stages of its loop.
+    """Return (rows of a program (queries x heads that share a KV head), warps, pipeline stages).
 
-    Five stages are two steps in flight, since the block table is read one ahead.
+    Five stages are two steps in flight, since the block table is read one step ahead.
     """
     if rows > 128:
         return (128, 8, 5) if head_dim <= 128 else (64, 8, 3)
@@ -64,9 +64,9 @@ def invariant_attention(
 ) -> Tensor:
     """Return the attention [tokens, heads, head_dim] of tokens whose keys and values are stored already.
 
-    Arguments as those of `paged_attention`, but `query` is flat, [tokens, heads, head_dim], always: `max_queries` of
-    each sequence, or with `query_starts` [batch + 1] int32 at most so many. `tree_mask` [batch, queries] says of
-    each which of the sequence's queries, the first of which is the root, it sees. Triton's only.
+    Arguments are those of `paged_attention`, except that `query` is always [tokens, heads, head_dim]: `max_queries` for
+    each sequence, or with `query_starts` [batch + 1] int32 at most that many. `tree_mask` [batch, queries] is the mask
+    over the sequence's queries, of which the first is the root. Triton only.
     """
     _, heads, head_dim = query.shape
     assert head_dim <= WIDE_HEAD, "rows of latent attention are wider than a tile"
@@ -79,7 +79,7 @@ def invariant_attention(
     rows = queries * group
     block_m, num_warps, num_stages = choose_tile(rows, head_dim)
     row_blocks = -(-rows // block_m)
-    # The piece in which a window begins is read whole, or rather from there on.
+    # The window may begin within a piece.
     longest = max_context if sliding_window is None else min(max_context, sliding_window + PIECE)
     most_pieces = -(-(longest + queries + nodes) // PIECE) + (sliding_window is not None)
     units = batch * most_pieces

@@ -1,15 +1,15 @@
-"""Linear layers whose rows have the same bits however many rows there are: x W^T + bias for batch-invariant engines.
+"""Batch-invariant linear layers: x W^T + bias, where bits of a row do not depend on the number of rows.
 
-A sum has one order for each shape of W, which every launch keeps: one chain of products along the row of W, or four,
-which have every fourth step and are added up in their order. What else a launch is, changes no bit:
+For each shape of W, all launches sum in the same order: one chain of products along the row of W, or four, each of
+every fourth step, which are added in order. Other launch parameters do not affect bits:
 
-    few rows     the kernels of `skinny_linear`, as they are
-    more         tiles of rows of W and rows of x; where they do not fill the GPU, each of four chains has a program
-                 of its own, and a second kernel adds them up
+    few rows     the kernels of `skinny_linear`
+    more         tiles of rows of W and rows of x; if they do not fill the GPU, each of four chains has a program of its
+                 own (split-K), and a second kernel adds them
 
-cuBLAS is not asked: which of its kernels runs, and with it the order of sums, depends on the number of rows. That a
-product of 16 elements has the same bits in every shape of the GPU's matrix instructions is a fact about the GPU, which
-`tests/gpu/test_kernels.py` checks, and every engine of this mode in small as it starts.
+cuBLAS cannot be used: which of its kernels runs, and so the order of sums, depends on the number of rows. It is assumed
+that a product of 16 elements has the same bits in every shape of the GPU's matrix instructions;
+`tests/gpu/test_kernels.py` checks that, and every batch-invariant engine checks a sample when it starts.
 """
 
 import functools
@@ -25,16 +25,16 @@ from fledge.kernels.skinny_linear import CHAINS, choose_launch, narrow_step, ski
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNED = 16  # bytes: a row of x or W begins at a multiple of these, or tiles could not be fetched as such
+ALIGNED = 16  # bytes: alignment of rows of x and W that tensor descriptors require
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileLaunch:
-    """How tiles are cut. Of these only `chains`, and `step` if there are several, change bits."""
+    """A launch configuration. Only `chains`, and `step` if there are several chains, affect bits."""
 
-    chains: int  # that a sum is made of
-    step: int  # elements of a step of a chain
-    split: bool  # each chain has a program of its own
+    chains: int  # partial sums of a product
+    step: int  # elements in a step of a chain
+    split: bool  # each chain is computed by a program of its own
     block_n: int  # rows of W
     block_m: int  # rows of x
     num_warps: int
@@ -42,15 +42,15 @@ class TileLaunch:
     block_k: int = 64
 
 
-# What a multiprocessor does in the time of one multiply-add of a tile of 128 x 256, measured on an H200: the larger a
-# tile, the less is fetched for each. (rows of W, rows of x, warps, stages, share)
+# (rows of W, rows of x, warps, stages, throughput relative to tiles of 128 x 256), measured on an H200.
 TILES = ((128, 256, 8, 4, 1.0), (128, 128, 8, 5, 0.85), (128, 64, 8, 5, 0.6), (64, 128, 4, 5, 0.6), (64, 64, 4, 5, 0.4))
-ADDING = 27  # multiply-adds in the time in which one number of four chains is written and added up
-LAUNCH = 5_000_000  # in the time of a second launch
+# Costs in multiply-adds of such a tile:
+ADDING = 27  # writing and adding one element of four chains
+LAUNCH = 5_000_000  # a second launch
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias for x [..., size], weight [columns, size] and bias [columns], of 16-bit numbers. Triton's."""
+    """Return x W^T + bias for x [..., size], weight [columns, size] and bias [columns] in 16 bits. Triton only."""
     columns, size = weight.shape
     rows, available = x.numel() // size, processors(x.device)
     if rows == 0:
@@ -66,7 +66,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 @functools.cache
 def choose_tiles(*, rows: int, columns: int, size: int, processors: int) -> TileLaunch:
-    """The launch that takes the least time, by the turns in which the multiprocessors get through its tiles."""
+    """Choose the launch with the least estimated time, from the number of waves of tiles on the multiprocessors."""
     step = narrow_step(columns, processors) if size % 512 == 0 else None
     best, least = None, float("inf")
     for block_n, most_m, num_warps, num_stages, share in TILES:

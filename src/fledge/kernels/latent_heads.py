@@ -1,8 +1,8 @@
-"""Latent attention of a few tokens around the cache: queries absorbed and rows stored before, values taken out after.
+"""MLA for few tokens, before and after attention: absorbs queries and stores latent rows, and projects values.
 
-In torch that is some twenty operations on a few kilobytes, and two products of one small matrix for each head. Here it
-is one kernel before the attention and one after. Rounding follows `LatentHeads` of `fledge.layers`, which is the
-reference, but for the order of sums in the two products.
+In torch these are some twenty operations on a few kilobytes, and two products with a small matrix for each head. Here
+they are one kernel before attention and one after. The reference is `LatentHeads` of `fledge.layers`; rounding is the
+same except for the order of sums in the two products.
 """
 
 import torch
@@ -16,7 +16,7 @@ MOST_TOKENS = 64  # with more, torch's products of many rows are faster
 
 
 def _tile(tokens: int) -> int:
-    """Tokens of a program: of a few each reads the matrices anew, of more a matrix product takes them together."""
+    """Tokens of a program: for few, each program reads the matrices; for more, they share a matrix product."""
     return 1 if tokens <= 4 else 16
 
 
@@ -34,12 +34,12 @@ def absorb_and_store(
     *,
     interleaved: bool,
 ) -> Tensor:
-    """Return queries that attend to rows, [tokens, heads, rank + rotary]; norm, rotate and write the tokens' own rows.
+    """Return absorbed queries [tokens, heads, rank + rotary]; norm and rotate the tokens' rows and write them.
 
-    `query` [tokens, heads, plain + rotary] and `row` [tokens, rank + rotary] are as the projections left them,
-    `key_matrices` [heads, plain, rank] with neighbours in the last dimension, the cache [blocks, block_size, 1,
-    rank + rotary]. A negative slot is nowhere. Positions are there before the kernel that makes queries begins.
-    Triton's only.
+    `query` [tokens, heads, plain + rotary] and `row` [tokens, rank + rotary] are outputs of the projections,
+    `key_matrices` [heads, plain, rank] with stride 1 in the last dimension, the cache [blocks, block_size, 1,
+    rank + rotary]. Rows with a negative slot are not written. Positions must be complete before the kernel that
+    computes queries starts. Triton only.
     """
     tokens, heads, _ = query.shape
     _, plain, rank = key_matrices.shape
@@ -76,7 +76,10 @@ def absorb_and_store(
 
 
 def take_values(mixed: Tensor, value_matrices: Tensor) -> Tensor:
-    """Return [tokens, heads, value] of mixed rows [tokens, heads, rank or more] and matrices [heads, value, rank]."""
+    """Multiply attention over rows [tokens, heads, >= rank] with value_matrices [heads, value, rank].
+
+    Returns [tokens, heads, value].
+    """
     tokens, heads, _ = mixed.shape
     _, size, rank = value_matrices.shape
     assert mixed.stride(-1) == value_matrices.stride(-1) == 1

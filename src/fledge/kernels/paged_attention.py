@@ -4,7 +4,7 @@
     keys   block_tables -> key_cache              the queries of all heads that share the KV head are the rows of one
                                                   matrix product, so every key is read once
 
-How the keys are cut into pieces, and why one captured grid serves all lengths, is told in `_paged_pieces`.
+`_paged_pieces` documents how keys are split into pieces, and why one captured grid serves all lengths.
 """
 
 import math
@@ -22,17 +22,17 @@ from fledge.kernels._triton import next_power_of_two, processors
 from fledge.kernels.cache_codes import FP8, Scales, decode
 
 ReadRows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-WIDE_HEAD = 256  # a tile of wider rows has 16 of them, whatever else is asked for: no more fit a multiprocessor
+WIDE_HEAD = 256  # tiles of wider heads have 16 rows: more do not fit in shared memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitLaunch:
-    """How the work is cut. `paged_attention` picks one by `choose_launch` unless it is given."""
+    """A launch configuration; by default that of `choose_launch`."""
 
-    slots: int  # pieces of keys, over all sequences, to aim for
-    min_split: int  # keys in a piece, about, at least
-    block_m: int  # rows (queries x heads that share a KV head) of one program
-    block_n: int  # keys of one step
+    slots: int  # desired number of pieces of keys, over all sequences
+    min_split: int  # approximate minimal number of keys in a piece
+    block_m: int  # rows (queries x heads that share a KV head) of a program
+    block_n: int  # keys in a step
     num_warps: int
     num_stages: int
 
@@ -63,26 +63,26 @@ def paged_attention(
     any strides but 1 in the last dimension; `block_tables` [batch, max_blocks] int32; `context_lens` [batch] is the
     number of keys before this pass. Key n of a row lives in block `block_tables[row, n // block_size]`.
 
-    Chain: query i sees keys 0 to context_len + i. Tree: the last of at most 64 keys after the context are the queries'
-    own; it sees the context, and key context_len + j if bit j of its `tree_mask` [batch or 1, queries] int64 is set.
-    `key_depths` [batch or 1, keys] are their positions less the context. With a `sliding_window`, of those only keys
-    at positions above its own minus the window or, if that is `chunked`, from its last multiple on. A query that sees
-    nothing (a context_len below zero says "no row here") gets zeros. `sinks` [heads] are scores of something that every
-    query sees and that adds nothing. Caches have the dtype of the query, or are FP8 with these `kv_scales`.
-    Where the value cache has no width, keys are values too; if only the first `value_dim` dimensions are wanted of
-    them, the result may have no more.
+    Chain: query i sees keys 0 to context_len + i. Tree: there are at most 64 keys after the context, of which the last
+    are the queries' own; a query sees the context, and key context_len + j if bit j of its `tree_mask` [batch or 1,
+    queries] int64 is set. `key_depths` [batch or 1, keys] are their positions minus the context. A `sliding_window`
+    restricts these to keys at positions above the query's minus the window or, if `chunked`, from the last multiple of
+    the window on. A query that sees nothing (a negative context_len marks padding) gets zeros. `sinks` [heads] are
+    attention sinks: logits in the softmax without a value. Caches have the dtype of the query, or are FP8 with these
+    `kv_scales`. If the value cache has a width of 0 (MLA), values are the keys; if only the first `value_dim`
+    dimensions of values are needed, the result may have only those.
 
-    Ragged: the queries of chains lie one after another, [tokens, heads, head_dim], and so does the result; row b has
-    those from `query_starts[b]` to `query_starts[b + 1]` [batch + 1] int32, `max_queries` at most. All belong to a row.
+    Ragged: with `query_starts` [batch + 1] int32, queries of chains are concatenated, [tokens, heads, head_dim], and so
+    is the result; row b has those from `query_starts[b]` to `query_starts[b + 1]`, at most `max_queries`.
 
-    `max_context` bounds `context_lens` on the host, by default by the width of the block table. Triton's only: on a CPU
-    a storage uses `attend_blocks`, with a mask that is the same for all layers.
+    `max_context` is an upper bound of `context_lens`, by default the width of the block table. Triton only: on a CPU,
+    storages use `attend_blocks`, with a mask that is computed once for all layers.
     """
     heads, head_dim = query.shape[-2:]
     batch, queries = query.shape[:2] if query_starts is None else (len(context_lens), max_queries)
     is_coded, are_same = key_cache.dtype == FP8, value_cache.shape[-1] == 0
     value_cache = key_cache if are_same else value_cache
-    # Rows of 512 + 64 numbers: what only keys have is a second product, and nothing is padded to 1,024.
+    # MLA, rows of 512 + 64: the rotary part is a second product, so that rows are not padded to 1,024.
     out_dim = next_power_of_two(value_dim) if are_same and value_dim is not None and not is_coded else head_dim
     out_dim = head_dim if out_dim < 16 else min(out_dim, head_dim)
     kv_heads = key_cache.shape[2]
@@ -100,9 +100,9 @@ def paged_attention(
         kv_scales = (1.0, 1.0)
     launch = launch or choose_launch(query, kv_heads, batch=batch, queries=queries, is_coded=is_coded)
     assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
-    # The block in which a window begins is taken whole.
+    # The block in which a window begins is read as a whole.
     longest = max_context if sliding_window is None else min(max_context, sliding_window + launch.block_n)
-    # Of one sequence, as `_cut` of the kernel has it.
+    # Of one sequence, as `_cut` of the kernel computes it.
     longest = -(-(longest + num_keys) // launch.block_n) * launch.block_n
     most_pieces = max(1, (2 * longest + launch.min_split) // (2 * launch.min_split))
     units = min(launch.slots + batch, batch * most_pieces)
@@ -164,8 +164,8 @@ def paged_attention(
         **shared,
     )
     if not direct:
-        # As many rows to a program as leave enough programs: most sequences of a large batch have one piece and nothing
-        # to do here. Alone, a sequence has many pieces, which are taken at once, wide rows by several programs.
+        # As many rows per program as leave enough programs: most sequences of a large batch have one piece and nothing
+        # to combine. A single sequence has many pieces, which are combined at once, wide rows by several programs.
         dims = min(128, next_power_of_two(out_dim))
         parts = -(-out_dim // dims)
         per_program = rows * parts * kv_heads * batch // (4 * processors(query.device))
@@ -198,12 +198,11 @@ def attend_blocks(
     kv_scales: Scales = (1.0, 1.0),
     softcap: float | None = None,
 ) -> Tensor:
-    """Gather the rows in `blocks` [batch, n] side by side and attend to those in `mask`, [batch, rows, keys].
+    """The torch implementation: gather `blocks` [batch, n], and attend to the keys in `mask` [batch, rows, keys].
 
-    The heads that share a KV head become rows beside the queries, [queries * group], in the mask too unless it has one
-    for each query: keys are never repeated. `read` makes keys and values, [batch, keys, kv_heads, dim] each, of what
-    both caches have there, if these are none yet. `kv_scales` are those of FP8 caches. `softcap` as in
-    `masked_attention`.
+    Query heads that share a KV head become rows, [queries * group], so that keys are not repeated; `mask` has a row for
+    each of them, or for each query. `read` (MLA) computes keys and values [batch, keys, kv_heads, dim] from the rows of
+    both caches. `kv_scales` are those of FP8 caches. `softcap` as in `masked_attention`.
     """
     batch, queries, heads, head_dim = query.shape
     length = blocks.shape[1] * key_cache.shape[1]
@@ -237,9 +236,9 @@ def masked_attention(
 ) -> Tensor:
     """Attention of query [..., rows, dim] to the keys that are `visible`, bool [..., rows, keys].
 
-    `sinks` [heads, rows or 1] are scores of one more key, of which nothing comes. That key is there: its score is a
-    product, as the others are, of one more dimension, which it alone has. With a `softcap` scores become
-    softcap * tanh(score / softcap), of which no kernel knows.
+    `sinks` [heads, rows or 1] are implemented as an additional key with a value of zero, and an additional dimension in
+    which only that key is non-zero, so that its score is the sink. With a `softcap`, which no kernel supports, scores
+    become softcap * tanh(score / softcap).
     """
     if softcap is not None:
         assert sinks is None
@@ -272,12 +271,12 @@ def visible_keys(
     key_depths: Tensor | None,
     chunked: bool = False,
 ) -> Tensor:
-    """Return which keys each query sees, bool [batch, queries, length]; `paged_attention` tells the arguments."""
+    """Return the attention mask, bool [batch, queries, length]; arguments are those of `paged_attention`."""
     context = context_lens.long()[:, None]  # [batch, 1]
     key = torch.arange(length, device=context.device)
     steps = torch.arange(queries, device=context.device)
     depths = steps[None] if key_depths is None else key_depths.long()
-    own = key - context  # [batch, length] the number of the key after the context, negative before it
+    own = key - context  # [batch, length]: index of the key after the context; negative within it
     if tree_mask is None:
         visible = own[:, None] <= steps[:, None]
     else:
@@ -295,18 +294,18 @@ def visible_keys(
 
 
 def window_at(position: Tensor, window: int, chunked: bool) -> Tensor | int:
-    """How many keys, the last at its own position, a query sees: as many as the window has, or its chunk up to it."""
+    """How many keys up to its own position a query sees: the window, or the part of its chunk up to it."""
     return position % window + 1 if chunked else window
 
 
 def choose_launch(query: Tensor, kv_heads: int, *, batch: int, queries: int, is_coded: bool = False) -> SplitLaunch:
-    """Cut the work into as many pieces as the multiprocessors hold at once: uneven filling costs up to a fifth.
+    """Choose a launch with as many pieces as the multiprocessors hold at once: uneven waves cost up to a fifth.
 
-    A tile has 16 to 64 rows. Up to 32 rows memory is the limit, and latency where contexts are short: steps of up to 64
-    keys, of which a piece needs no more than one, and registers for four programs on a multiprocessor. With 64 rows
-    the matrix products count too: two programs, and pieces of at least 128 keys, or 256 where the sequences alone fill
-    the GPU. Of the wide rows of latent attention a multiprocessor holds two programs in 16 bits, else one. Steps of
-    codes have half the bytes, so that one is read while another is computed: five stages, as in `prefill_attention`.
+    A tile has 16 to 64 rows. Up to 32 rows attention is memory-bound, or latency-bound for short contexts: steps of up
+    to 64 keys, pieces of one step or more, and registers for four programs per multiprocessor. With 64 rows matrix
+    products matter too: two programs, and pieces of at least 128 keys, or 256 if the sequences alone fill the GPU. With
+    MLA's wide rows a multiprocessor holds two programs in 16 bits, else one. Steps of FP8 have half the bytes, so that
+    one is loaded while another is computed: five stages, as in `prefill_attention`.
     """
     heads, head_dim = query.shape[-2:]
     rows, element_size, available = queries * heads // kv_heads, query.element_size(), processors(query.device)

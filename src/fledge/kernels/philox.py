@@ -1,6 +1,6 @@
-"""`fledge.decoding.random.uniform` as one kernel: in torch's integer ops it is a hundred launches for a few numbers.
+"""`fledge.decoding.random.uniform` in one kernel, instead of a hundred launches of torch's integer operations.
 
-Integers throughout and one exact multiplication at the end, so kernel and reference agree exactly.
+Integers and one exact multiplication at the end, so kernel and reference agree exactly.
 """
 
 import torch
@@ -12,7 +12,7 @@ BLOCK = 128
 
 
 def philox_uniforms(seed: Tensor, position: Tensor, stream: int) -> Tensor:
-    """Return float64 uniforms of int64 seeds and positions, of at most two dimensions. Triton's, or a CPU kernel."""
+    """Return float64 uniforms for int64 seeds and positions of at most two dimensions. Triton or CPU kernel only."""
     if (native := cpu_kernel("philox_uniforms", seed, position)) is not None:
         keys, places = torch.broadcast_tensors(seed, position)
         out = torch.empty(places.shape, dtype=torch.float64)

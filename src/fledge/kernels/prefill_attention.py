@@ -1,9 +1,9 @@
 """Causal attention of prompt chunks over the paged cache.
 
-Chunks of different sequences lie one after another in `query`; their keys are in the cache already, behind those of
-earlier chunks or of a shared prefix. As in decoding, the query heads that share a KV head are rows of one matrix
-product: row r of a chunk is head r % group of token r // group. That wastes less on the causal diagonal than a tile
-for each head would, and keeps tiles full for short chunks.
+Chunks of different sequences are concatenated in `query`; their keys are in the cache already, after those of earlier
+chunks or of a shared prefix. As in decoding, the query heads that share a KV head are rows of one matrix product: row r
+of a chunk is head r % group of token r // group. That wastes less on the causal diagonal than a tile for each head
+would, and keeps tiles full for short chunks.
 """
 
 import math
@@ -36,16 +36,14 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Return the attention [tokens, heads, head_dim] of chunks whose keys and values are stored already.
 
-    `query` is [tokens, heads, head_dim]; chunk b is its rows `query_starts[b]` to `query_starts[b + 1]`, of which
-    the host knows only that none is longer than `max_query_len`. Token i of the chunk sits at position
-    `context_lens[b]` + i and sees the keys up to its own; with a `sliding_window` only those above its position
-    minus the window or, if that is `chunked`, from its last multiple on. Key n of a sequence lives in block
-    `block_tables[b, n // block_size]` of the caches [num_blocks, block_size, kv_heads, head_dim]. Rows of `query` that
-    belong to no chunk get zeros.
-    `sinks` [heads] are scores of something that every token sees and that adds nothing. Where the value cache has no
-    width, keys are values too; without Triton `read` says how, as in `attend_blocks`. Caches have the dtype of the
-    query, or are FP8 with these `kv_scales`. `softcap` is not in the kernel: without Triton it is as in
-    `masked_attention`.
+    `query` is [tokens, heads, head_dim]; chunk b is its rows `query_starts[b]` to `query_starts[b + 1]`, at most
+    `max_query_len`. Token i of the chunk has position `context_lens[b]` + i and sees the keys up to its own; with a
+    `sliding_window` only those above its position minus the window or, if `chunked`, from the last multiple of the
+    window on. Key n of a sequence lives in block `block_tables[b, n // block_size]` of the caches [num_blocks,
+    block_size, kv_heads, head_dim]. Rows of `query` that belong to no chunk get zeros. `sinks` [heads] are attention
+    sinks: logits in the softmax without a value. If the value cache has a width of 0 (MLA), values are the keys;
+    without Triton, `read` computes both as in `attend_blocks`. Caches have the dtype of the query, or are FP8 with
+    these `kv_scales`. The kernel does not support a `softcap`; without Triton it is as in `masked_attention`.
     """
     if not runs_triton(query, key_cache, value_cache):
         chunks = (block_tables, query_starts, context_lens)
@@ -104,7 +102,7 @@ def _attend_chunks(
     window: tuple[int | None, bool],
     more: tuple[Tensor | None, ReadRows | None, Scales, float | None],
 ) -> Tensor:
-    """One chunk after the other. Reads the lengths on the host, which costs nothing on a CPU."""
+    """The torch implementation, chunk by chunk. Reads the lengths on the host, which costs nothing on a CPU."""
     block_tables, query_starts, context_lens = chunks
     block_size = key_cache.shape[1]
     starts = query_starts.tolist()
@@ -129,12 +127,12 @@ def _attend_chunks(
 
 
 def choose_launch(*, rows: int, head_dim: int, element_size: int) -> dict[str, int]:
-    """Tiles by head dimension, as measured on an H200 with causal chunks of 4,096 tokens.
+    """Choose tiles by head dimension, as measured on an H200 with causal chunks of 4,096 tokens.
 
-    BLOCK_M are the rows (tokens x heads that share a KV head) of one program, BLOCK_N the keys of one step.
-    Large tiles where registers hold them: two warpgroups of 128 rows each for a head dimension of 128, of 64 rows
-    for 64 (where more would spill) and for 256. Five stages are two steps in flight, since the block table is read
-    one ahead. Chunks too short to fill several such tiles get one warpgroup; float32 is for checks and gets what fits.
+    BLOCK_M are the rows (tokens x heads that share a KV head) of a program, BLOCK_N the keys in a step. Tiles are as
+    large as registers allow: two warpgroups of 128 rows each for a head dimension of 128, of 64 rows for 64 (more would
+    spill) and for 256. Five stages are two steps in flight, since the block table is read one step ahead. Chunks too
+    short to fill several such tiles get one warpgroup; float32, which is for checks, gets what fits.
     """
     if head_dim > WIDE_HEAD:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}

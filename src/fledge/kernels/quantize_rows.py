@@ -1,10 +1,9 @@
-"""Rows in eight bits: E4M3 codes and a scale for each row.
+"""Quantisation of activations to FP8 (E4M3), with a scale for each row (token) or a static one.
 
-    code = x / scale, rounded to nearest, no larger than 448          x = code * scale
+    code = x / scale, rounded to nearest, clamped to +-448          x = code * scale
 
-The scale of a row is the largest of its numbers over 448, 1 where all are zero; or one for all of them is given. The
-kernel agrees with the reference to the last bit. Kernels whose results are rounded next (`rms_norm`, `swiglu`) may do
-so themselves: `CodedRows` is what they leave.
+The dynamic scale of a row is its largest absolute value / 448, or 1 if all are zero. Kernel and reference agree in
+every bit. `rms_norm` and `swiglu` have versions that quantise their results, and return `QuantizedRows`.
 """
 
 from dataclasses import dataclass
@@ -18,20 +17,20 @@ from fledge.kernels.cache_codes import FP8, FP8_MAX
 
 
 @dataclass(frozen=True)
-class CodedRows:
-    """Rows of `dtype` as their codes [..., size] and scales [..., 1]."""
+class QuantizedRows:
+    """Quantised rows: codes [..., size] and scales [..., 1]; `dtype` is that of the rows before."""
 
     codes: Tensor
     scales: Tensor
     dtype: torch.dtype
 
     @classmethod
-    def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "CodedRows":
+    def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "QuantizedRows":
         codes = torch.empty(shape, dtype=FP8, device=device)
         return cls(codes, torch.empty(*shape[:-1], 1, dtype=torch.float32, device=device), dtype)
 
-    def decoded(self) -> Tensor:
-        """Its numbers: products in float32, rounded once."""
+    def dequantized(self) -> Tensor:
+        """Return codes * scales, computed in float32 and rounded once to `dtype`."""
         if not runs_triton(self.codes, self.scales) or not has_fp8(self.codes.device) or self.codes.numel() == 0:
             return (self.codes.float() * self.scales).to(self.dtype)
         out = torch.empty(self.codes.shape, dtype=self.dtype, device=self.codes.device)
@@ -43,15 +42,15 @@ class CodedRows:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether a GPU has numbers in E4M3, to make and to multiply: Ada and later."""
+    """Whether a GPU has instructions for FP8: Ada and later."""
     return capability(device) >= (8, 9)
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None = None) -> CodedRows:
-    """x [..., size] in codes; `scale` is a float32 number on its device."""
+def quantize_rows(x: Tensor, scale: Tensor | None = None) -> QuantizedRows:
+    """Quantise x [..., size], with a scale for each row, or with `scale`, a float32 scalar tensor on its device."""
     if not runs_triton(x, scale) or not has_fp8(x.device):
         return quantize_rows_reference(x, scale)
-    rows, out = as_rows(x), CodedRows.empty(x.shape, x.dtype, x.device)
+    rows, out = as_rows(x), QuantizedRows.empty(x.shape, x.dtype, x.device)
     if x.numel() > 0:
         block = next_power_of_two(rows.shape[1])
         _quantize_rows_kernel[(len(rows),)](
@@ -69,15 +68,15 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> CodedRows:
     return out
 
 
-def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> CodedRows:
+def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> QuantizedRows:
     wide = x.float()
     if scale is None:
         largest = wide.abs().amax(-1, keepdim=True)
-        scales = largest / torch.full_like(largest, FP8_MAX)  # by a number, torch on a GPU multiplies with its inverse
+        scales = largest / torch.full_like(largest, FP8_MAX)  # by a scalar, torch on a GPU multiplies by its reciprocal
         scales = scales.masked_fill(scales == 0, 1.0)
     else:
         scales = scale.expand(*x.shape[:-1], 1).contiguous()
-    return CodedRows((wide / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales, x.dtype)
+    return QuantizedRows((wide / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales, x.dtype)
 
 
 @triton.jit

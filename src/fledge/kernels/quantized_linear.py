@@ -1,21 +1,21 @@
-"""Linear layers of weights in eight and four bits: what such a weight means, and x W^T + bias with it.
+"""Linear layers with 8-bit and 4-bit weights: the definition of a quantised weight, and x W^T + bias with it.
 
     W[r, c] = (code[r, c] - zero[r, c // group_size]) * scale[r, c // group_size]
 
-Every stored format is repacked to this at load, one layout for each kind of code:
+Every stored format is repacked to this when it is loaded, with one layout for each kind of code:
 
     int8   [rows, columns] int8
     fp8    [rows, columns] float8_e4m3fn
-    int4   [rows, columns / 2] uint8: two codes, each 8 more than it means; that of the lower column in the low half
-    fp4    [rows, columns / 2] uint8: the same, each a sign, two bits of exponent and one of mantissa (E2M1)
+    int4   [rows, columns / 2] uint8: two codes, each stored plus 8; the lower column in the low half
+    fp4    [rows, columns / 2] uint8: two codes in E2M1 (sign, two bits of exponent, one of mantissa)
 
-Where a weight says so, x is rounded to eight bits too (`quantize_rows`), and the product is that of the rounded x.
+If the weight has quantised activations, x is rounded to E4M3 first (`quantize_rows`).
 
-A product may be asked to be invariant: a row of x has the same bits however many rows there are. Then codes in
-fragments are read whatever their number, and a dequantised matrix is for `invariant_linear`.
+`invariant` products are independent of the number of rows in every bit: weights in fragments are then always multiplied
+from their codes, others are dequantised for `invariant_linear`.
 
-Tolerance: the product is that with `dequantize(weight, x.dtype)`, whose values are rounded once, to that dtype; and so
-is the rounded x, other than where codes are multiplied with codes (`scaled_linear`).
+Tolerance: the product equals that with `dequantize(weight, x.dtype)`, whose values are rounded once to that dtype, as
+are those of a quantised x; except where FP8 codes are multiplied with FP8 codes (`scaled_linear`).
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ from fledge.kernels._triton import as_rows, capability, has_room, processors, ru
 from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.fragment_linear import choose_invariant_launch, choose_launch, counters, fragment_linear_triton
 from fledge.kernels.invariant_linear import invariant_linear
-from fledge.kernels.quantize_rows import CodedRows, quantize_rows
+from fledge.kernels.quantize_rows import QuantizedRows, quantize_rows
 from fledge.kernels.scaled_linear import multiplies_codes, scaled_linear, takes_codes
 
 Kind = Literal["int8", "fp8", "int4", "fp4"]
-Activations = Literal["token", "tensor"]  # what shares a scale: a row of x, or all that there ever is
+Activations = Literal["token", "tensor"]  # a dynamic scale for each row of x, or one static scale
 BITS: dict[Kind, int] = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 INT4_OFFSET = 8
 _PIECE_BYTES = 1 << 25
@@ -43,24 +43,24 @@ _PIECE_BYTES = 1 << 25
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A matrix [rows, columns] in codes."""
+    """A quantised matrix [rows, columns]."""
 
     kind: Kind
     columns: int
     group_size: int  # columns that share a scale; the last group may have fewer
     codes: Tensor
-    scales: Tensor  # [rows, groups], a floating-point dtype in which they are exact
-    zeros: Tensor | None = None  # [rows, groups], small integers; None: all zero, as always for floating-point codes
-    order: Tensor | None = None  # int64 [columns]: column i of the codes is this column of the matrix (act-order)
-    in_fragments: bool = False  # codes lie as the GPU's kernels read them: see `for_gpu`
-    activations: Activations | None = None  # x is rounded to E4M3; only for fp8 with one scale for each row
-    input_scale: Tensor | None = None  # float32 []: that of "tensor"
+    scales: Tensor  # [rows, groups], in a floating-point dtype that represents them exactly
+    zeros: Tensor | None = None  # [rows, groups], small integers; None: all zero, always so for fp8 and fp4
+    order: Tensor | None = None  # int64 [columns]: column i of the codes is column order[i] of the matrix (act-order)
+    in_fragments: bool = False  # codes are in the layout of the GPU kernels: see `to_gpu_layout`
+    activations: Activations | None = None  # x is quantised to E4M3; only for fp8 with one scale for each row
+    input_scale: Tensor | None = None  # float32 []: the static scale for "tensor"
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """All rows of several matrices, as stored, in one; None where they have not the same layout.
+    """Concatenate the rows of several matrices that read the same x, in stored layout; None if their layouts differ.
 
-    They read the same x, so that their scales for it should be the same: of those that are not, it is the largest.
+    The input scale is the largest of theirs.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -84,11 +84,11 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def quantized_linear(
-    x: Tensor | CodedRows, weight: QuantizedWeight, bias: Tensor | None = None, *, invariant: bool = False
+    x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None, *, invariant: bool = False
 ) -> Tensor:
-    """Return x W^T + bias for x [..., columns] and bias [rows], of x as the weight wants it rounded, or as it comes.
+    """Return x W^T + bias for x [..., columns] and bias [rows]. x is quantised first if the weight asks for it.
 
-    `invariant`, on a GPU for 16-bit numbers: as numbers, never by codes with codes.
+    `invariant` (on a GPU, for 16-bit x): batch-invariant; FP8 codes are then never multiplied with FP8 codes.
     """
     if weight.activations is not None and isinstance(x, Tensor):
         x = quantize_rows(x, weight.input_scale)
@@ -97,11 +97,11 @@ def quantized_linear(
     is_stored = not weight.in_fragments and not invariant
     if is_stored and runs_triton(x.codes, weight.codes, bias) and takes_codes(x, weight.codes):
         return scaled_linear(x, weight.codes, weight.scales, bias)
-    return _weight_only(x.decoded(), weight, bias, invariant)
+    return _weight_only(x.dequantized(), weight, bias, invariant)
 
 
 def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, invariant: bool) -> Tensor:
-    """On a GPU from the codes, unless x has many rows."""
+    """The product with unquantised (or dequantised) x. On a GPU from the codes, unless x has many rows."""
     if runs_triton(x, weight.codes, bias) and x.numel() > 0:
         x = x if weight.order is None else x.index_select(-1, weight.order)
         launch = None
@@ -120,7 +120,7 @@ def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, invari
 
 
 def _in_pieces(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, invariant: bool) -> Tensor:
-    """As many rows of W at a time, dequantised, as a GPU's L2 cache holds."""
+    """Dequantise and multiply as many rows of W at a time as fit in a GPU's L2 cache."""
     rows, columns = as_rows(x), len(weight.scales)
     out = torch.empty(len(rows), columns, dtype=x.dtype, device=x.device)
     count = max(256, _PIECE_BYTES // (weight.columns * x.element_size()) // 256 * 256)
@@ -137,7 +137,7 @@ def _in_pieces(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, invarian
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The matrix [rows, columns]: products in float32, rounded to `dtype` once."""
+    """The matrix [rows, columns], computed in float32 and rounded to `dtype` once."""
     values = code_values(weight)
     if weight.zeros is not None:
         values -= _by_column(weight.zeros, weight)
@@ -148,7 +148,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> T
 
 
 def code_values(weight: QuantizedWeight) -> Tensor:
-    """What the codes stand for, in float32 [rows, columns]; columns in the order of the codes."""
+    """The values of the codes, float32 [rows, columns]; columns are in the order of the codes."""
     codes, span = weight.codes, 1
     if weight.in_fragments:
         codes, span = from_fragments(codes.view(torch.uint8)).view(codes.dtype), SPAN
@@ -163,27 +163,27 @@ def code_values(weight: QuantizedWeight) -> Tensor:
 
 
 def _by_column(per_group: Tensor, weight: QuantizedWeight) -> Tensor:
-    """[rows, groups] -> [rows, columns], or [rows, 1] where one group is the whole row."""
+    """[rows, groups] -> [rows, columns], or [rows, 1] if a row is one group."""
     if per_group.shape[1] == 1:
         return per_group.float()
     return per_group.float().repeat_interleave(weight.group_size, dim=1)[:, : weight.columns]
 
 
 def pack_halves(values: Tensor) -> Tensor:
-    """Numbers from 0 to 15 [rows, columns] -> uint8 [rows, columns / 2]."""
+    """Pack integers from 0 to 15 [rows, columns] into uint8 [rows, columns / 2]."""
     values = values.to(torch.uint8)
     return values[:, ::2] | (values[:, 1::2] << 4)
 
 
-def for_gpu(
+def to_gpu_layout(
     weight: QuantizedWeight, dtype: torch.dtype = torch.bfloat16, *, invariant: bool = False
 ) -> QuantizedWeight:
-    """The same matrix, however it lies, in the layout that the GPU's kernels read, or those of invariant products.
+    """Convert a matrix, in any layout, to that of the GPU kernels for x of `dtype`.
 
-    Scales and zero points of neighbouring rows are neighbours, in 32 bits: the least that is copied asynchronously.
-    Codes are in fragments (`_fragments`), those of four bits SPAN columns apart in a byte; they stay as they are, for
-    products with the dequantised matrix alone, where rows or bytes are not whole tiles; and where they are to be
-    multiplied with codes of x, on GPUs that have such products, unless `invariant`.
+    Scales and zero points are 32-bit and contiguous over rows: 4 bytes are the least that can be copied asynchronously.
+    Codes are in fragments (`_fragments`), with 4-bit codes of a byte SPAN columns apart. They are left in stored layout
+    if they are not whole tiles (and are then dequantised for products), or if they are multiplied with FP8 codes of x,
+    on GPUs that can, unless `invariant`.
     """
     zeros = None if weight.zeros is None else weight.zeros.float().T.contiguous().T
     weight = replace(weight, scales=weight.scales.float().T.contiguous().T, zeros=zeros)
@@ -196,12 +196,12 @@ def for_gpu(
     if BITS[weight.kind] == 4:
         halves = _halves(codes, 1).unflatten(1, (-1, 2, SPAN))
         codes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
-    counters(codes.device)  # before a graph is captured
+    counters(codes.device)  # allocated before a graph is captured
     return replace(weight, codes=to_fragments(codes).view(weight.codes.dtype), in_fragments=True)
 
 
-def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
-    """The way back from `for_gpu`: rows one after the other, in as few bits as at first."""
+def to_stored_layout(weight: QuantizedWeight) -> QuantizedWeight:
+    """Inverse of `to_gpu_layout`: codes row by row, scales and zero points in their original widths."""
     return replace(
         weight,
         codes=_stored_codes(weight),
@@ -221,13 +221,13 @@ def _stored_codes(weight: QuantizedWeight) -> Tensor:
 
 
 def _halves(codes: Tensor, span: int) -> Tensor:
-    """Bytes -> codes of four bits [rows, columns]; the two in a byte are `span` columns apart."""
+    """Unpack bytes to 4-bit codes [rows, columns]; the two in a byte are `span` columns apart."""
     spans = codes.unflatten(1, (-1, span))
     return torch.stack([spans & 15, spans >> 4], dim=-2).flatten(1)
 
 
 def in_fewest_bits(scales: Tensor) -> Tensor:
-    """The same numbers in 16 bits where nothing is lost by that, else in float32."""
+    """Convert to a 16-bit dtype if that is exact, else to float32."""
     scales = scales.float()
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(scales.to(dtype).float(), scales):

@@ -1,13 +1,13 @@
-"""`decoding.acceptance.accept_rejection` for the requests of a batch whose drafts were drawn, in three launches.
+"""Rejection sampling of drafts (`decoding.acceptance.accept_rejection`) for a batch, in three launches.
 
-    judge kernel     program (request): how many of its drafts stand, by their probabilities alone
-    residual kernel  program (request, chunk): what p has above q, where the first draft fell, added up
-    correct kernel   program (request): a token from that, by inversion as in `sample.py`; what the round emits
+    judge kernel     program (request): the number of accepted drafts
+    residual kernel  program (request, chunk): the sum of max(p - q, 0) at the first rejected draft
+    correct kernel   program (request): a token sampled from that, by inversion as in `sample.py`; the emitted tokens
 
-The target's distributions are not written out (`RowWeights`). Requests whose drafts were not drawn are left alone.
+The target's probabilities p are not materialised (`RowWeights`). Requests whose drafts were not sampled are skipped.
 
-Tolerance: probabilities are float32 and sums float64, as in the reference, but not their last bits: a draft is judged
-otherwise only if its random number lies within about 1e-6 of the edge, and so with the token that takes its place.
+Tolerance: probabilities are float32 and sums float64, as in the reference, but their last bits differ: a decision
+differs only if its uniform is within about 1e-6 of the boundary.
 """
 
 from typing import NamedTuple
@@ -22,22 +22,22 @@ from fledge.kernels.sample import RowWeights, chunk_of, shares_of, token_of, val
 
 
 class DrawnDrafts(NamedTuple):
-    """The drafts of a batch of chains that were drawn at random, and what they were drawn from."""
+    """The drafts of a batch of chains, and the distributions that sampled ones were drawn from."""
 
     tokens: Tensor  # [batch, depth] int64
     request: Tensor  # [batch] int64
-    are_drawn: Tensor  # [requests] bool
-    counts: Tensor  # [batch] int64: how many there are
+    are_drawn: Tensor  # [requests] bool: whether a request's drafts were sampled
+    counts: Tensor  # [batch] int64: number of valid drafts
     probabilities: Tensor  # [requests, max_depth, vocab] float32
 
 
 def reject_drafts(
     outcome: Accepted, drafts: DrawnDrafts, weights: RowWeights, at: Tensor, uniforms: tuple[Tensor, Tensor]
 ) -> None:
-    """Write into `outcome` what is emitted for requests whose drafts were drawn, if they have any.
+    """Write accepted drafts and the next token to `outcome`, for requests with sampled drafts.
 
-    `weights`: the target's, of which row `at` [batch, depth + 1] decides each place. `uniforms`: those that judge
-    drafts [batch, depth] and those that draw corrections [batch, depth + 1], float64.
+    `weights` are the target's; row `at[b, i]` [batch, depth + 1] is that of place i. `uniforms`, float64: for the
+    acceptance of drafts [batch, depth], and for sampling the corrected token [batch, depth + 1].
     """
     (batch, width), (_, vocab) = at.shape, weights.logits.shape
     chunks = weights.peaks.shape[1]

@@ -1,10 +1,8 @@
-"""Root-mean-square normalisation of rows: alone, fused with the residual addition before it, or a drafter's input.
-
-What a product of codes reads comes in codes, which are those of the rounded result.
+"""RMSNorm: alone, fused with the residual addition before it or the quantisation after it, or as a drafter's input.
 
 Rounding follows `fledge.layers.linear.RMSNorm`: the row is normalised in float32, rounded to its dtype, then multiplied
-by the weight. The kernel sums the squares in another order than torch, so float32 results differ in the last bits
-and bfloat16 results by at most one unit in the last place, where a rounding falls the other way.
+by the weight; quantised results are those of the rounded ones. The kernel sums squares in another order than torch, so
+float32 results differ in the last bits and bfloat16 results by at most one unit in the last place.
 """
 
 from collections.abc import Sequence
@@ -15,11 +13,11 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.quantize_rows import CodedRows, encode_rows, has_fp8, quantize_rows_reference, scales_of_rows
+from fledge.kernels.quantize_rows import QuantizedRows, encode_rows, has_fp8, quantize_rows_reference, scales_of_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension of x [..., size] and scale it by weight [size]. Heads of queries and keys too."""
+    """RMSNorm of x [..., size] over its last dimension, with weight [size]. Also for head norms."""
     if not runs_triton(x, weight):
         return rms_norm_reference(x, weight, eps)
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
@@ -27,12 +25,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def coded_rms_norm(x: Tensor, weight: Tensor, eps: float) -> CodedRows:
+def quantized_rms_norm(x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
     """`quantize_rows(rms_norm(x))`."""
     if not runs_triton(x, weight) or not has_fp8(x.device):
         return quantize_rows_reference(rms_norm_reference(x, weight, eps))
     assert x.dtype == weight.dtype
-    out = CodedRows.empty(x.shape, x.dtype, x.device)
+    out = QuantizedRows.empty(x.shape, x.dtype, x.device)
     _launch(x, None, weight, eps, out)
     return out
 
@@ -46,13 +44,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, _launch(x, residual, weight, eps, out)
 
 
-def coded_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[CodedRows, Tensor]:
+def quantized_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[QuantizedRows, Tensor]:
     """(`quantize_rows(rms_norm(x + residual))`, x + residual)."""
     if not runs_triton(x, residual, weight) or not has_fp8(x.device):
         total = x + residual
         return quantize_rows_reference(rms_norm_reference(total, weight, eps)), total
     assert x.dtype == weight.dtype
-    out = CodedRows.empty(x.shape, x.dtype, x.device)
+    out = QuantizedRows.empty(x.shape, x.dtype, x.device)
     return out, _launch(x, residual, weight, eps, out)
 
 
@@ -64,17 +62,14 @@ def rms_norm_parts(x: Tensor, weights: Sequence[Tensor], eps: float) -> Tensor:
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == weight.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)  # the same arithmetic in one call; nothing to round in between
+        return F.rms_norm(x, weight.shape, weight, eps)  # the same arithmetic: there is no rounding in between
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | CodedRows) -> Tensor:
-    """Write `out` and return x + residual, or x. A whole row stays in registers.
-
-    Short rows (heads) share a program, about 1,024 elements in each.
-    """
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | QuantizedRows) -> Tensor:
+    """Write `out` and return x + residual, or x. A row is kept in registers; short rows (heads) share a program."""
     total = x
     if residual is not None:
         assert x.shape == residual.shape
@@ -98,7 +93,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
         BLOCK=block,
         ROWS=rows_per_program,
         ADD=residual is not None,
-        CODED=isinstance(out, CodedRows),
+        CODED=isinstance(out, QuantizedRows),
         num_warps=num_warps,
         **overlapping(x.device),
     )
@@ -108,11 +103,10 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
 def draft_input(
     tokens: Tensor, embedding: Tensor, feature: Tensor, embedding_norm: Tensor, feature_norm: Tensor, eps: float
 ) -> Tensor:
-    """What an EAGLE-3 drafter's first layer reads: the token's embedding and the feature, each normed, side by side.
+    """The input of an EAGLE-3 drafter's first layer: cat[norm(embedding of the token), norm(feature)].
 
-    In torch that is a lookup, two norms and a concatenation: four kernels that each move a few kilobytes, in every
-    draft step. Here they are one; a program has one row. Tokens [*lead], embedding [vocab, hidden], feature
-    [*lead, hidden] and the norms' weights [hidden] -> [*lead, 2 * hidden], the embedding first.
+    Tokens [*lead], embedding [vocab, hidden], feature [*lead, hidden] and the norms' weights [hidden] ->
+    [*lead, 2 * hidden]. One kernel instead of four small ones in every draft step; a program has one row.
     """
     if not runs_triton(feature, embedding, embedding_norm, feature_norm) or embedding.dtype != feature.dtype:
         embedded = rms_norm_reference(F.embedding(tokens, embedding), embedding_norm, eps)

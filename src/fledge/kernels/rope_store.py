@@ -1,4 +1,4 @@
-"""From the stacked projection to attention: per-head norm, rotation, and keys and values put in their cache slots.
+"""Between the QKV projection and attention: head norms, rotary embedding, and writing keys and values to the cache.
 
 The reference is `ProjectedHeads.finished` of `fledge.layers`. Rounding follows it: the heads are normed as by RMSNorm;
 cos and sin are computed in float32 and rounded to the dtype; both products of the rotation and their sum are rounded to
@@ -27,16 +27,16 @@ def rope_and_store(
     eps: float = 1e-6,
     kv_scales: Scales = (1.0, 1.0),
 ) -> Tensor:
-    """Return the rotated query [tokens, heads, head_dim]; write keys and values into the caches. Triton's only.
+    """Return the rotated query [tokens, heads, head_dim]; write keys and values to the caches. Triton only.
 
     `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim], `positions` and `slots` [tokens] int64, the caches
-    [num_blocks, block_size, kv_heads, head_dim]. Token t goes to offset `slots[t] % block_size` of block
-    `slots[t] // block_size`, and nowhere if its slot is negative (a padded row). Slots differ from each other. FP8
-    caches hold what `encode` of `cache_codes` makes of rows with these `kv_scales`. Positions are there before the
-    kernel that makes `qkv` begins.
+    [num_blocks, block_size, kv_heads, head_dim]. Token t is written at offset `slots[t] % block_size` of block
+    `slots[t] // block_size`; not if its slot is negative (padding). Slots must be distinct. FP8 caches store `encode`
+    (`cache_codes`) of rows with these `kv_scales`. Positions must be complete before the kernel that computes `qkv`
+    starts.
 
-    A program has some heads of one token: few of them while tokens are few, for latency, then up to 16. A thread has
-    four numbers of each half, however many: the sums of the head norms have one order.
+    A program has some heads of one token: few if there are few tokens, for latency, otherwise up to 16. A thread always
+    has four elements of each half, so that the sums of head norms have one order.
     """
     tokens, (_, block_size, num_kv_heads, head_dim) = qkv.shape[0], key_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads

@@ -1,8 +1,8 @@
-"""The bookkeeping at both ends of a round, one launch each: what goes in, what came out, and where the drafts go.
+"""The bookkeeping before and after verification, one launch each: the target's inputs, the outcome, the draft slots.
 
-Without these a round spends as many launches on indices as on a layer. Integers only: kernel and reference agree
-exactly. `rows` [batch] are indices into the row state. Several entries may name the same row (padding): what is left in
-that row is one of the values written.
+Without these kernels, a round needs as many launches for indices as for a layer. Integers only: kernel and reference
+agree exactly. `rows` [batch] are indices into the row state. If several entries have the same row (padding), one of
+their values is written.
 """
 
 from typing import NamedTuple, Protocol
@@ -14,7 +14,7 @@ from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, t
 
 
 class RowState(Protocol):
-    """What a round reads and writes of the state of requests, whose tensors have one row for each."""
+    """The state of requests that a round reads and writes; tensors have one row for each request."""
 
     last_token: Tensor  # [requests], as all up to `draft_limit`
     length: Tensor
@@ -25,7 +25,7 @@ class RowState(Protocol):
     confidence: Tensor  # [requests, max_depth] float32
     block_tables: Tensor  # [requests, max_blocks] int32
     block_size: int
-    lookahead: int  # neither a round nor the drafts after it reach so far beyond the context, if they are no chains
+    lookahead: int  # with trees: bound of the tokens after the context that a round and the drafting after it write
     tree_tokens: Tensor  # [requests, max_nodes], as the next two
     tree_parents: Tensor  # -1: the root
     tree_depths: Tensor
@@ -33,19 +33,19 @@ class RowState(Protocol):
 
 
 class OpenedRound(NamedTuple):
-    """What the target reads in a round of `width` tokens per request: the last one and the drafts."""
+    """The target's input in a round of `width` tokens per request: the last token and the drafts."""
 
     tokens: Tensor  # [batch * width] int64
     positions: Tensor  # [batch * width] int64
     slots: Tensor  # [batch * width] int64
     tables: Tensor  # [batch, max_blocks] int32; entries beyond those in use are undefined
-    context: Tensor  # [batch] int64: tokens stored before
-    drafted: Tensor  # [batch] int64: how many of the drafts count
-    confidence: Tensor  # [batch, width - 1] float32: the drafter's in each draft
+    context: Tensor  # [batch] int64: tokens in the cache before
+    drafted: Tensor  # [batch] int64: number of valid drafts
+    confidence: Tensor  # [batch, width - 1] float32: the drafter's largest probability at each draft
 
 
 class DraftPlaces(NamedTuple):
-    """Where the rows of draft steps after the first go."""
+    """Positions and cache slots of the draft steps after the first."""
 
     positions: Tensor  # [depth - 1, batch] int64
     slots: Tensor  # [depth - 1, batch] int64
@@ -53,10 +53,10 @@ class DraftPlaces(NamedTuple):
 
 
 class SettledRound(NamedTuple):
-    """What the drafter reads after a round."""
+    """The drafter's input after a round."""
 
     tokens: Tensor  # [batch * width] int64: emitted tokens, 0 for padding
-    last_rows: Tensor  # [batch] int64: which of those is each request's last
+    last_rows: Tensor  # [batch] int64: index of each request's last token
     places: DraftPlaces
 
 
@@ -83,7 +83,7 @@ def open_round(rows: Tensor, state: RowState, verify: int) -> OpenedRound:
         WIDTH=width,
         BLOCK=next_power_of_two(width),
         BLOCK_SIZE=state.block_size,
-        # The farthest that this round and the drafts after it reach.
+        # Bound of the tokens after the context that this round and the drafting after it write.
         AHEAD=max(state.lookahead, width + state.drafts.shape[1]),
         COPY=256,
         num_warps=1,
@@ -92,7 +92,7 @@ def open_round(rows: Tensor, state: RowState, verify: int) -> OpenedRound:
 
 
 def open_round_reference(rows: Tensor, state: RowState, verify: int) -> OpenedRound:
-    tables, context = state.block_tables[rows], state.length[rows]  # tables are taken whole
+    tables, context = state.block_tables[rows], state.length[rows]  # the kernel copies only the entries in use
     positions = context[:, None] + torch.arange(verify + 1, device=rows.device)
     return OpenedRound(
         tokens=torch.cat([state.last_token[rows, None], state.drafts[rows, :verify]], dim=1).flatten(),
@@ -106,7 +106,7 @@ def open_round_reference(rows: Tensor, state: RowState, verify: int) -> OpenedRo
 
 
 def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Return the slot of each position: block_tables [batch, max_blocks], positions [batch, n] -> [batch, n]."""
+    """Return the cache slot of each position: block_tables [batch, max_blocks], positions [batch, n] -> [batch, n]."""
     blocks = block_tables.gather(1, (positions // block_size).clamp(max=block_tables.shape[1] - 1))
     return blocks.long() * block_size + positions % block_size
 
@@ -114,10 +114,10 @@ def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor
 def settle_round(
     rows: Tensor, state: RowState, opened: OpenedRound, tokens: Tensor, accepted: Tensor, depth: int
 ) -> SettledRound:
-    """Write the outcome (tokens [batch, width], accepted [batch]) into the row state and lay out the next drafts.
+    """Write the outcome (tokens [batch, width], accepted [batch]) to the row state, and return the drafter's input.
 
-    A row may have `depth` drafts, but no more than its `draft_limit`, as far as they and the token after them lie
-    before its `draft_until`.
+    A row gets `depth` drafts, but at most `draft_limit`, and only as many as end, with the token after them, before its
+    `draft_until`.
     """
     (batch, width), steps, tables = tokens.shape, max(depth - 1, 0), opened.tables
     native = cpu_kernel("settle_round", rows, tokens, accepted, opened.context)
@@ -154,13 +154,13 @@ def settle_round(
 
 
 def count_drafts(rows: Tensor, state: RowState, length: Tensor, depth: int) -> None:
-    """Write how many of `depth` drafts rows with `length` [batch] settled tokens may have."""
+    """Write the number of drafts, at most `depth`, for rows with `length` [batch] verified tokens."""
     room = (state.draft_until[rows] - length - 2).clamp(min=0, max=depth)
     state.draft_count[rows] = torch.minimum(room, state.draft_limit[rows])
 
 
 def draft_places(length: Tensor, tables: Tensor, *, depth: int, block_size: int) -> DraftPlaces:
-    """Return where draft steps 1 to depth - 1 go after `length` [batch] settled tokens."""
+    """Return positions and slots of draft steps 1 to depth - 1, after `length` [batch] verified tokens."""
     positions = length[:, None] + torch.arange(max(depth - 1, 0), device=length.device)  # [batch, depth - 1]
     slots = slots_of(tables, positions, block_size)
     return DraftPlaces(positions=positions.T.contiguous(), slots=slots.T.contiguous(), tables=tables)

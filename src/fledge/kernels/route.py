@@ -1,10 +1,10 @@
-"""Which experts a token goes to, and with which weights.
+"""Routing of tokens to experts.
 
-    add_norm_router   the residual addition, the norm and the router's product: logits
-    route             softmax or sigmoid scores, groups, the best few
+    add_norm_router   the residual addition, the norm and the router's linear: logits
+    route             softmax or sigmoid scores, groups, top-k
 
-As torch operations, either takes longer than eight experts' products. Where experts are liked equally the first is
-chosen; torch promises no order. The experts of a lone row are chosen where they are run, by `choose_experts`.
+In torch, either takes longer than the products of eight experts. Of experts with equal scores the first is chosen;
+torch's order is unspecified. For a single row, routing is part of the experts' kernels (`choose_experts`).
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,16 @@ from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, 
 from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.skinny_linear import linear
 
-FEW_ROWS = 8  # with more, every row's own pass over the router's matrix takes longer than two launches
+FEW_ROWS = 8  # with more, reading the router's weight once for each row takes longer than two launches
 
 
 def add_norm_router(
     x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, router: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (normed, x + residual) as `add_rms_norm` does, and the logits [rows, experts] of the normed rows.
+    """Return (normed, x + residual) as `add_rms_norm`, and the router's logits [rows, experts] of the normed rows.
 
-    x and residual [rows, hidden], router [experts, hidden], bias [experts]. For a few rows it is one kernel: a program
-    has one row and some experts, and norms the row for itself. Rounding is that of norm and product one by one, and so
-    is the tolerance.
+    x and residual [rows, hidden], router [experts, hidden], bias [experts]. For few rows it is one kernel: a program
+    has one row, which it norms itself, and some experts. Rounding and tolerance are those of separate norm and linear.
     """
     is_alike = x.dtype == residual.dtype == norm_weight.dtype == router.dtype
     if is_alike and 0 < len(x) <= FEW_ROWS and runs_triton(x, residual, norm_weight, router, bias):
@@ -38,11 +37,11 @@ def add_norm_router(
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How logits become a choice of experts.
+    """How experts are chosen from logits.
 
-    Of `n_group` groups of neighbouring experts only those of the best `topk_group` are looked at. The `shared` experts,
-    with numbers after all others, follow those chosen for every row, with a weight of 1. `corrected_softmax`: scores
-    are a softmax where there is a bias, too; no kernel knows that, so `route` is torch then, on a GPU as well.
+    With `n_group` groups of consecutive experts, only those of the best `topk_group` groups can be chosen. `shared`
+    experts, numbered after all others, are added for every row with a weight of 1. `corrected_softmax`: scores are a
+    softmax even with a correction bias; no kernel supports that, so `route` runs in torch then, on a GPU as well.
     """
 
     chosen: int
@@ -54,10 +53,10 @@ class Routing:
     corrected_softmax: bool = False
 
     def options(self, experts: int, *, is_biased: bool) -> dict[str, object]:
-        """As `choose_experts` wants it: of how many `experts`, and whether they are biased.
+        """The constants of `choose_experts` for `experts` experts; `is_biased`: with a correction bias.
 
-        There are at least as many places as a program has threads. Of fewer numbers the compiler takes a load to be
-        cheap and repeats it for every layout; and as all programs ask for one line of the L2 cache, they wait.
+        The block has at least as many elements as a program has threads. For smaller ones the compiler considers loads
+        cheap and repeats them for every layout, and all programs wait for the same line of the L2 cache.
         """
         blocks = max(128, next_power_of_two(experts)), next_power_of_two(self.chosen + self.shared)
         kinds = self.n_group, self.topk_group, is_biased, self.normalised
@@ -65,9 +64,10 @@ class Routing:
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return weights (float32) and numbers (int64) of the experts chosen for logits [rows, experts], [rows, chosen].
+    """Return weights (float32) and numbers (int64) of the chosen experts, [rows, chosen], for logits [rows, experts].
 
-    With a `bias` [experts], which counts for the choice only, scores are sigmoids; without, a softmax of all.
+    With a correction `bias` [experts], which affects the choice only, scores are sigmoids, unless the `routing` is of a
+    `corrected_softmax`; without, a softmax.
     """
     if not runs_triton(logits, bias) or logits.numel() == 0 or routing.corrected_softmax:
         return route_reference(logits, bias, routing)
@@ -93,14 +93,14 @@ def route_reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> tu
     liked = scores if bias is None else scores + bias
     if routing.n_group > 1:
         groups = liked.view(len(liked), routing.n_group, -1)
-        # DeepSeek V2 judges a group by its best expert, V3 and GLM by its best two.
+        # A group's score is that of its best expert in DeepSeek V2, of its best two in V3 and GLM.
         best = groups.topk(1 if bias is None else 2).values.sum(-1).topk(routing.topk_group).indices
         seen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
         liked = groups.masked_fill(~seen[..., None], -torch.inf).flatten(-2)
     experts = liked.topk(routing.chosen).indices
     weights = scores.gather(-1, experts)
     if routing.normalised:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be nothing
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # all sigmoids may underflow to 0
     weights = weights * routing.scale if routing.scale != 1 else weights
     if shared := routing.shared:
         numbers = torch.arange(logits.shape[1], logits.shape[1] + shared, device=logits.device)

@@ -1,17 +1,16 @@
-"""A token from the softmax of each row's logits at a temperature, by inversion of the cumulative probability.
+"""Sampling a token from softmax(logits / temperature) of each row, by inversion of the cumulative distribution.
 
-The meaning is that of `choose`: the first token at which the cumulative probability passes the row's uniform, in the
-order of token ids. The probabilities are never written: a first kernel leaves the maximum and the sum of exponentials
-of each chunk of the vocabulary, a second one walks the chunks' sums to the chunk in which the uniform falls and then
-the tokens of that chunk alone. What top-k, top-p and min-p drop weighs nothing (`filters.py`).
+`choose` defines the result: the first token, in the order of ids, at which the cumulative probability exceeds the row's
+uniform. Probabilities are not materialised: a first kernel computes the maximum and the sum of exponentials of each
+chunk of the vocabulary, a second one finds the chunk in which the uniform falls and then the token in that chunk.
+Tokens dropped by top-k, top-p and min-p have a weight of zero (`filters.py`).
 
-A row belongs to a request, which has settings. Rows of requests that are not sampled are left alone: beside greedy
-requests, one that is sampled costs little more than its own rows.
+Each row belongs to a request with its own settings. Rows of requests that are not sampled are skipped: beside greedy
+requests, a sampled one costs little more than its own rows.
 
-Tolerance: exponentials are float32 and sums over them float64, as in the reference, but the order of the sums, the
-last bits of the exponential and where the division by the total happens differ. So the two agree except where the
-uniform lies within about 1e-6 of an edge between two tokens, and there either answer is a token next to that edge. A
-row's result depends on that row alone: the chunks are the same whatever the batch.
+Tolerance: exponentials are float32 and their sums float64, as in the reference, but the order of sums, the last bits of
+exponentials and the place of the division by the total differ. So the two agree unless the uniform is within about 1e-6
+of the boundary between two tokens, where either may be chosen. A row's result depends on that row alone.
 """
 
 from typing import NamedTuple
@@ -22,34 +21,34 @@ from torch import Tensor
 from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.filters import Bounds, RowSettings, find_bounds, scaled, scaled_rows, weights
 
-CHUNK = 1024  # logits that share a sum, and that the walk at the end goes through
+CHUNK = 1024  # logits that share a sum
 CHUNKS_PER_PROGRAM = 4
 
 
 class RowWeights(NamedTuple):
-    """Distributions of rows that are not written out: what it takes to work a weight out. See `are_weighed`."""
+    """The distributions of rows in implicit form, from which kernels compute probabilities. See `are_weighed`."""
 
     logits: Tensor  # [rows, vocab]
-    request: Tensor  # [rows] int64: whose settings count
+    request: Tensor  # [rows] int64
     settings: RowSettings
     bounds: Bounds | None
-    peaks: Tensor  # [rows, chunks] float32: the largest logit over the temperature, of what may be drawn
-    sums: Tensor  # [rows, chunks] float64: of exponentials less that
+    peaks: Tensor  # [rows, chunks] float32: largest logit / temperature of the tokens that filters keep
+    sums: Tensor  # [rows, chunks] float64: sum of exp(logit / temperature - peak)
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:
-        """What kernels read of it, as `unpacked` in them."""
+        """The tensors that kernels read, in the order in which they unpack them."""
         columns = (self.settings.sampled.view(torch.uint8), self.settings.temperature)
         return self.logits, self.request, *columns, *(self.bounds or (self.peaks, self.peaks)), self.peaks, self.sums
 
     @property
     def dimensions(self) -> tuple[int, int, int]:
-        """Rows, vocabulary, and what lies between two rows."""
+        """Rows, vocabulary, and row stride."""
         return *self.logits.shape, self.logits.stride(0)
 
     @property
     def sizes(self) -> dict[str, int | bool]:
-        """Constants of kernels that read it."""
+        """Constants of the kernels that read it."""
         chunks = self.peaks.shape[1]
         return {
             "CHUNKS": chunks,
@@ -60,9 +59,9 @@ class RowWeights(NamedTuple):
 
 
 def sample_rows(logits: Tensor, request: Tensor, settings: RowSettings, uniforms: Tensor, tokens: Tensor) -> None:
-    """Draw a token for each row of logits [rows, vocab] whose `request` [rows] is sampled, into `tokens` [rows].
+    """Sample a token for each row of logits [rows, vocab] whose `request` [rows] is sampled, into `tokens` [rows].
 
-    By `uniforms` [rows] float64. A token whose probability rounds to zero is never drawn.
+    `uniforms` [rows] float64. A token whose probability rounds to zero is never chosen.
     """
     if are_weighed(logits):
         draw_rows(weigh_rows(logits, request, settings), uniforms, tokens)
@@ -74,29 +73,29 @@ def sample_rows(logits: Tensor, request: Tensor, settings: RowSettings, uniforms
 
 
 def choose(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the token at which the cumulative probability passes the uniform, [rows, vocab], [rows] -> [rows].
+    """Return the token at which the cumulative probability exceeds the uniform: [rows, vocab], [rows] -> [rows].
 
-    `probs` need not sum to one: weights do. A token of probability zero is never returned, not even where a
-    parallel sum makes the cumulative probability wobble in its last bit, which is why it is excluded by name.
+    `probs` need not sum to one. Tokens of probability zero are excluded explicitly, because a parallel sum can make the
+    cumulative probability vary in its last bit.
     """
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     passed = cumulative > uniforms[:, None] * cumulative[:, -1:]
     candidates = passed & (probs > 0)
-    # argmax of zeros and ones is the first one. A uniform one bit below 1 may round up to the whole sum and pass
-    # nothing: that row, which comes once in 2**53 draws, takes its most likely token.
+    # argmax returns the first of the ones. A uniform one bit below 1 may round up to the whole sum and exceed nothing:
+    # such a row (probability 2**-53) takes its most likely token.
     return torch.where(candidates.any(-1), candidates.to(torch.uint8).argmax(-1), probs.argmax(-1))
 
 
 def are_weighed(logits: Tensor) -> bool:
-    """Whether `weigh_rows` and what reads its weights take logits [rows, vocab]: Triton's kernels, or those of a CPU.
+    """Whether `weigh_rows` and functions of its result support logits [rows, vocab]: in Triton, or in CPU kernels.
 
-    Elsewhere torch works with probabilities.
+    Otherwise callers use torch with materialised probabilities.
     """
     return runs_triton(logits) or cpu_kernel("weigh_rows", logits) is not None
 
 
 def weigh_rows(logits: Tensor, request: Tensor, settings: RowSettings) -> RowWeights:
-    """Work out the distributions of rows that are sampled, as far as `draw_rows` and others need it."""
+    """Compute the `RowWeights` of rows whose requests are sampled."""
     assert logits.stride(1) == 1
     rows, vocab = logits.shape
     chunks = -(-vocab // CHUNK)
@@ -124,7 +123,7 @@ def weigh_rows(logits: Tensor, request: Tensor, settings: RowSettings) -> RowWei
 
 
 def draw_rows(weights: RowWeights, uniforms: Tensor, tokens: Tensor, likeliest: Tensor | None = None) -> None:
-    """Write a token of each sampled row into `tokens` [rows]; its largest probability into `likeliest` [rows]."""
+    """Write a sample of each sampled row to `tokens` [rows], and its largest probability to `likeliest` [rows]."""
     rows, vocab = weights.logits.shape
     if (native := cpu_kernel("draw_rows", weights.logits, tokens, likeliest)) is not None:
         native(*weights.pointers, uniforms.contiguous(), tokens, likeliest, *weights.dimensions)
@@ -142,7 +141,7 @@ def draw_rows(weights: RowWeights, uniforms: Tensor, tokens: Tensor, likeliest: 
 
 
 def write_probabilities(weights: RowWeights, out: Tensor) -> None:
-    """Write the distributions of sampled rows to `out` [requests, vocab] float32, at their requests."""
+    """Write the probabilities of each sampled row to row `request` of `out` [requests, vocab] float32."""
     rows, vocab = weights.logits.shape
     assert out.stride(1) == 1
     if (native := cpu_kernel("write_probabilities", weights.logits, out)) is not None:

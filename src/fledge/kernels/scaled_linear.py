@@ -1,33 +1,33 @@
-"""x W^T + bias of codes with codes, both E4M3 with a scale for each row, on GPUs that multiply them: Ada and later.
+"""FP8 GEMM: x W^T + bias with both in E4M3 and a scale for each row, on GPUs with FP8 instructions (Ada and later).
 
-    few rows    the kernels of `skinny_linear`, where W has whole steps for them
+    few rows    the kernels of `skinny_linear`, if W consists of whole steps
     more        torch's `_scaled_mm`
 
-Both read W as it lies in the file. Tolerance: products are exact, and summed in what the matrix instruction has for
-eight bits, some 14 of them on Hopper, by ours in float32 from one step of the kernel to the next; scales are float32,
-and the result is rounded once. A narrow walk is in float16, and its sums all float32. A row's result does not depend on
-the other rows, for one number of them.
+Both read W in its stored layout. Tolerance: products are exact, and summed in the accumulator of the FP8 instruction
+(some 14 bits on Hopper), by our kernels in float32 between steps; scales are float32, and the result is rounded once.
+Narrow launches multiply in float16 and sum in float32. A row's result does not depend on the other rows, for the same
+number of rows.
 """
 
 import torch
 from torch import Tensor
 
 from fledge.kernels._triton import as_rows, has_room, processors
-from fledge.kernels.quantize_rows import CodedRows, has_fp8
+from fledge.kernels.quantize_rows import QuantizedRows, has_fp8
 from fledge.kernels.skinny_linear import CHAINS, skinny_linear_triton
 
 _ALIGNED = 16  # rows and columns of W for torch, in bytes
 
 
 def multiplies_codes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a GPU does so at all for numbers of `dtype`; float16 is for our kernels alone."""
+    """Whether a GPU supports it for results of `dtype`; float16 is supported by our kernels only."""
     return has_fp8(device) and (dtype == torch.bfloat16 or (dtype == torch.float16 and has_room(device)))
 
 
-def takes_codes(x: CodedRows, weight: Tensor) -> bool:
-    """Whether `scaled_linear` multiplies x with the codes of W [columns, size]; else numbers must be.
+def takes_codes(x: QuantizedRows, weight: Tensor) -> bool:
+    """Whether `scaled_linear` supports x with W [columns, size]; otherwise W must be dequantised.
 
-    In float16 that is only the few rows: torch writes bfloat16.
+    In float16 only few rows are: torch's result is bfloat16.
     """
     if not has_fp8(weight.device) or x.codes.numel() == 0:
         return False
@@ -35,8 +35,8 @@ def takes_codes(x: CodedRows, weight: Tensor) -> bool:
     return (x.dtype == torch.bfloat16 and is_aligned) or _launch(x, weight) is not None
 
 
-def scaled_linear(x: CodedRows, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
-    """weight [columns, size], weight_scales [columns, 1]; bias [columns]."""
+def scaled_linear(x: QuantizedRows, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + bias. weight [columns, size], weight_scales [columns, 1], bias [columns]."""
     launch = _launch(x, weight)
     if launch is not None:
         scales = x.scales, weight_scales
@@ -53,7 +53,7 @@ def scaled_linear(x: CodedRows, weight: Tensor, weight_scales: Tensor, bias: Ten
     return out.view(*x.codes.shape[:-1], -1)
 
 
-def _launch(x: CodedRows, weight: Tensor) -> dict[str, int] | None:
+def _launch(x: QuantizedRows, weight: Tensor) -> dict[str, int] | None:
     if x.dtype.itemsize != 2 or not has_room(weight.device):
         return None
     columns, size = weight.shape
@@ -62,9 +62,9 @@ def _launch(x: CodedRows, weight: Tensor) -> dict[str, int] | None:
 
 
 def choose_launch(*, rows: int, columns: int, size: int, processors: int) -> dict[str, int] | None:
-    """Return how to cut the work of the kernels of `skinny_linear`, or None where torch is faster, or steps not whole.
+    """Choose a launch of `skinny_linear`; None if torch is faster or the size is no multiple of a step.
 
-    A step has as many bytes as one in 16 bits.
+    A step has as many bytes as one with 16-bit weights.
     """
     if rows > 64:
         return None

@@ -1,15 +1,14 @@
-"""Linear layers of few rows, x W^T + bias, where reading W is all the work: decoding, verifying and drafting.
+"""Linear layers of few rows, x W^T + bias, which are bound by reading W: decoding, verifying and drafting.
 
-W is the tall operand of the matrix product and x, padded to 8 rows or more, the narrow one. A program has some rows of
-W and walks along them, so nothing is left to add up in a second kernel. There are two ways to walk:
+W is the tall operand of the matrix product and x, padded to 8 rows or more, the narrow one. A program iterates along
+some rows of W, without split-K. There are two kinds of launches:
 
-    wide    W has rows for all multiprocessors in blocks of 64 or 128: the four warps of a program share the rows
-    narrow  it has not: blocks of 16 or 32 rows, which all run at once, and each warp of a program has every fourth
-            step along them; as one chain of dependent products, the steps would take longer than reading W does
+    wide    W has enough rows for all multiprocessors in blocks of 64 or 128: the four warps of a program share them
+    narrow  otherwise: blocks of 16 or 32 rows, which all run at once, where each warp has every fourth step (CHAINS);
+            as one chain of dependent products, the steps would take longer than reading W
 
-Tolerance: products are summed in float32 as in cuBLAS, in another order. So results differ where the rounding at the
-end falls the other way: by one unit in the last place of numbers of the size of the largest terms. A row's result
-does not depend on the other rows.
+Tolerance: products are summed in float32 as in cuBLAS, in another order, so results differ by one unit in the last
+place of values of the size of the largest terms. A row's result does not depend on the other rows.
 """
 
 import torch
@@ -20,7 +19,7 @@ from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapp
 from fledge.kernels._triton import as_rows, has_room, next_power_of_two, processors, runs_triton, tl, triton
 from fledge.kernels.fused_linear import MOST_ROWS, can_fuse, fused_linear
 
-CHAINS = 4  # of a narrow walk: one for each warp
+CHAINS = 4  # partial sums in a narrow launch: one for each warp
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,7 +35,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels take this product: 16-bit numbers, whole steps along the rows, a GPU with room for them."""
+    """Whether the kernels support this product: 16-bit, whole steps along the rows, enough shared memory."""
     return (
         x.numel() > 0
         and x.shape[-1] % 512 == 0
@@ -48,11 +47,11 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 
 
 def choose_launch(*, rows: int, columns: int, processors: int) -> dict[str, int] | None:
-    """Return how to cut the work, or None where cuBLAS is faster.
+    """Choose a launch; None if cuBLAS is faster.
 
-    BLOCK_N are the rows of W of one program, BLOCK_K the elements of them in one step, of one warp if not WIDE.
-    A program has the largest block of rows of W that leaves one for every multiprocessor, about, and 50 to 100 KB of
-    them in flight. The smaller the block, the sooner reading x over and over costs more than reading W.
+    BLOCK_N are the rows of W of a program, BLOCK_K their elements in a step, of each warp if not WIDE. A program has
+    the largest block of rows that leaves about one for each multiprocessor, and 50 to 100 KB in flight. The smaller the
+    block, the sooner reading x repeatedly costs more than reading W.
     """
     if columns >= 128 * processors:
         if rows <= 32:
@@ -68,7 +67,7 @@ def choose_launch(*, rows: int, columns: int, processors: int) -> dict[str, int]
 
 
 def narrow_step(columns: int, processors: int) -> int | None:
-    """The elements in a step of a narrow walk; None: W has rows enough for a wide one, whose steps change no bit."""
+    """The elements in a step of a narrow launch; None: W is for wide launches, whose step does not affect bits."""
     if columns >= 40 * processors:
         return None
     return 128 if columns >= 30 * processors else 64
@@ -83,7 +82,7 @@ def skinny_linear_triton(
     scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """With float32 `scales` of the rows of x and of those of W both are codes (E4M3), and `dtype` is the result's."""
+    """Run the kernel. With float32 `scales` (of rows of x, rows of W), both are E4M3 and the result has `dtype`."""
     columns, size = weight.shape
     rows = as_rows(x)
     out = torch.empty(*x.shape[:-1], columns, dtype=dtype or x.dtype, device=x.device)

@@ -1,9 +1,8 @@
-"""The gate of the feed-forward layer: silu(gate) * up, with gate and up side by side as one projection left them.
+"""SwiGLU, silu(gate) * up, of a stacked gate and up projection; alone or fused with the quantisation after it.
 
-What a product of codes reads comes in codes, which are those of the rounded result.
-
-silu is computed in float32 and rounded to the dtype before the product, as two torch operations would. Only the
-exponential differs from torch's, in its last bits, so results differ by at most one unit in the last place.
+silu is computed in float32 and rounded to the dtype before the product, as in two torch operations; quantised results
+are those of the rounded ones. Only the exponential differs from torch's, in its last bits, so results differ by at most
+one unit in the last place.
 """
 
 import torch
@@ -12,13 +11,13 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.quantize_rows import CodedRows, encode_rows, has_fp8, quantize_rows_reference, scales_of_rows
+from fledge.kernels.quantize_rows import QuantizedRows, encode_rows, has_fp8, quantize_rows_reference, scales_of_rows
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up for gate_up [..., 2 * size] -> [..., size].
+    """Return silu(gate) * up: gate_up [..., 2 * size] -> [..., size].
 
-    A program has 512 outputs of one row while that fills the GPU, 2,048 of them once there are many rows.
+    A program has 512 outputs of a row, or 2,048 if there are more than 32 rows.
     """
     if not runs_triton(gate_up):
         return _swiglu_reference(gate_up)
@@ -32,12 +31,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def coded_swiglu(gate_up: Tensor) -> CodedRows:
-    """`quantize_rows(swiglu(gate_up))`: a program has a row, since its scale depends on all of it."""
+def quantized_swiglu(gate_up: Tensor) -> QuantizedRows:
+    """`quantize_rows(swiglu(gate_up))`. A program has a whole row, which its scale depends on."""
     if not runs_triton(gate_up) or not has_fp8(gate_up.device):
         return quantize_rows_reference(_swiglu_reference(gate_up))
     size, rows = gate_up.shape[-1] // 2, as_rows(gate_up)
-    out = CodedRows.empty(torch.Size([*gate_up.shape[:-1], size]), gate_up.dtype, gate_up.device)
+    out = QuantizedRows.empty(torch.Size([*gate_up.shape[:-1], size]), gate_up.dtype, gate_up.device)
     if out.codes.numel() > 0:
         block = next_power_of_two(size)
         _coded_swiglu_kernel[(rows.shape[0],)](

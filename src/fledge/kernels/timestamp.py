@@ -1,4 +1,4 @@
-"""The time at which the device gets to a point of its program, without asking it to stop there."""
+"""Device timestamps without synchronisation."""
 
 import time
 
@@ -8,9 +8,9 @@ from fledge.kernels._triton import runs_triton, tl, triton
 
 
 def timestamp(stamps: Tensor, index: int) -> None:
-    """Write the present time in nanoseconds to `stamps[index]` (int64), when the device gets there.
+    """Write the time in nanoseconds to `stamps[index]` (int64) when the device reaches this point of its stream.
 
-    On a GPU it is the GPU's own clock, good for differences; its resolution is about a microsecond.
+    On a GPU it is the GPU's own clock, for differences only, with a resolution of about a microsecond.
     """
     if runs_triton(stamps):
         _timestamp_kernel[(1,)](stamps, index, num_warps=1)

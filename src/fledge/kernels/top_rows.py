@@ -1,10 +1,10 @@
-"""The likeliest few tokens of each row of logits and their log-probabilities: what a level of a draft tree starts from.
+"""Top-k tokens of each row of logits and their log-probabilities, for a level of a draft tree.
 
-The order is by logit, descending, and among equals by index, so kernel and reference pick the same tokens. What is not
-a number counts as minus infinity, and so does every token of a row that has such. Every logit is read once:
+The order is by logit, descending, and for ties by index, so kernel and reference choose the same tokens. NaN counts as
+-inf, and the log-probabilities of a row with NaN are all -inf. Every logit is read once:
 
-    chunk kernel   program (row, chunk): its best `count` as sortable keys, its peak and its sum of exponentials
-    merge kernel   program (row): the best of all chunks, and the logarithm of all sums
+    chunk kernel   program (row, chunk): its top-k as sortable keys, its maximum and its sum of exponentials
+    merge kernel   program (row): the top-k of all chunks, and the logarithm of all sums
 
 A key is the logit's bits, made to sort like integers, above the index counted down: one maximum finds both.
 """
@@ -19,8 +19,9 @@ NOTHING = tl.constexpr(-(2**63) + 1)  # less than any key
 
 
 def top_rows(logits: Tensor, count: int, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities and indices of the best `count` of each row, best first: [rows, vocab] ->
-    float32, int64 [rows, count]. Log-probabilities are never above zero. `offsets` as in `argmax_rows`.
+    """Return log-probabilities (float32) and indices (int64) of the top `count` of each row, [rows, count], best first.
+
+    logits [rows, vocab]. Log-probabilities are never above zero. `offsets` as in `argmax_rows`.
     """
     rows, vocab = logits.shape
     assert count <= vocab
@@ -70,14 +71,14 @@ def top_rows_reference(logits: Tensor, count: int, offsets: Tensor | None = None
 
 
 def first_largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest `count` of values [..., n] float32 and their indices, equals by index; NaN is -inf."""
+    """Top-k of values [..., n] float32 with their indices; ties by index, NaN counts as -inf."""
     if (native := cpu_kernel("first_largest", values)) is not None:
         size, found = values.shape[-1], values.new_empty(*values.shape[:-1], count)
         indices = torch.empty_like(found, dtype=torch.int64)
         if count:
             native(values.contiguous(), found, indices, values.numel() // size, size, count)
         return found, indices
-    numbers = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0  # one zero, not two
+    numbers = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0  # -0 becomes 0
     bits = numbers.view(torch.int32).long()
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     last = values.shape[-1] - 1

@@ -1,7 +1,7 @@
-"""Both ends of a round that verifies trees, one launch each: what the target reads, which path stands, its move.
+"""The bookkeeping of a round that verifies trees: the target's input, the accepted path, and the moves in the cache.
 
-Row 0 of a tree is the root, the last token that stands; row n + 1 is node n. All rows lie behind the sequence, in their
-order. When a path is accepted, its keys and values move to where a chain would have had them. Integers only: kernel
+Row 0 of a tree is the root, the last emitted token; row n + 1 is node n. Rows are stored after the sequence, in this
+order. Keys and values of an accepted path are then moved to where a chain would have stored them. Integers only: kernel
 and reference agree exactly.
 """
 
@@ -16,7 +16,7 @@ from fledge.kernels.round_ends import OpenedRound, RowState, slots_of
 
 
 class OpenedTrees(NamedTuple):
-    """What the target reads of trees of `nodes` nodes; all int64."""
+    """The target's input for trees of `nodes` nodes; all int64."""
 
     tokens: Tensor  # [batch * (nodes + 1)], as positions and slots
     positions: Tensor
@@ -26,17 +26,17 @@ class OpenedTrees(NamedTuple):
 
 
 class AcceptedTrees(NamedTuple):
-    """The path that stands in each of a batch of trees; all int64."""
+    """The accepted path of each tree; all int64."""
 
     tokens: Tensor  # [batch, depth + 1]: accepted drafts, the target's own token, then PADDING
-    accepted: Tensor  # [batch]
-    rows: Tensor  # [batch * (depth + 1)]: which of all rows read is at each place; after the path's end any
-    source: Tensor  # [batch, depth + 1]: the slot where it lies
-    destination: Tensor  # and that where it belongs; the same after the path's end
+    accepted: Tensor  # [batch]: number of accepted drafts
+    rows: Tensor  # [batch * (depth + 1)]: the input row at each place of the path; arbitrary after its end
+    source: Tensor  # [batch, depth + 1]: the cache slot of that row
+    destination: Tensor  # [batch, depth + 1]: the slot to move it to; the same as `source` after the path's end
 
 
 def open_trees(rows: Tensor, state: RowState, opened: OpenedRound, nodes: int) -> OpenedTrees:
-    """Lay out the trees of `rows` [batch], whose round has been opened as if they were chains."""
+    """Return the target's input for the trees of `rows` [batch], given `open_round` of the same rows."""
     native = cpu_kernel("open_trees", rows, opened.tables)
     if native is None and not runs_triton(rows):
         return open_trees_reference(rows, state, opened, nodes)
@@ -81,7 +81,7 @@ def accept_trees(
 ) -> AcceptedTrees:
     """Follow the target's choices [batch, nodes + 1] down the trees of `rows` [batch], at most `limits` [batch] deep.
 
-    `slots` [batch * (nodes + 1)] is where the rows of the trees lie.
+    `slots` [batch * (nodes + 1)] are the cache slots of the trees' rows.
     """
     native = cpu_kernel("accept_trees", rows, choices, slots)
     if native is None and not runs_triton(rows):
@@ -105,7 +105,7 @@ def accept_trees_reference(
 ) -> AcceptedTrees:
     batch, width = choices.shape
     drafts, above = state.tree_tokens[rows, : width - 1], state.tree_parents[rows, : width - 1] + 1  # verify rows
-    # A node's choice is made at its parent, so nodes that stand have parents that stand: the path is a walk down.
+    # A node is accepted if it equals the choice at its parent, so accepted nodes form a path from the root.
     at = rows.new_zeros(batch, 1)
     path = [at]
     standing = torch.ones_like(at, dtype=torch.bool)
@@ -129,12 +129,12 @@ def accept_trees_reference(
 
 
 def move_rows(keys: Tensor, values: Tensor, source: Tensor, destination: Tensor) -> None:
-    """Move rows of all layers of a cache, [layers, slots, size] both, from slots to slots, [batch, n] both.
+    """Move rows of caches [layers, slots, size] from slots `source` to `destination`, [batch, n] each, in all layers.
 
-    The rows of one sequence move one after another, and none to where one after it has yet to be read.
+    Rows of a sequence are moved in order. A destination must not be the source of a later row of the same sequence.
     """
     for side in (keys, values):
-        if side.shape[2] == 0:  # values that are in the keys
+        if side.shape[2] == 0:  # MLA has no separate values
             continue
         if not runs_triton(side):
             side[:, destination.flatten()] = side[:, source.flatten()]

@@ -1,1 +1,1 @@
-"""Transformer building blocks. They work on any leading shape and never own keys and values."""
+"""Transformer building blocks. They accept any leading dimensions and do not own a KV cache."""

@@ -1,6 +1,6 @@
-"""Keys and values of one sequence in plain contiguous tensors: the storage of the reference loop.
+"""KV cache of one sequence in contiguous tensors: the storage of the reference loop.
 
-Simple on purpose: visibility is computed from the stored positions, so the same few lines serve causal decoding,
+Deliberately simple: the attention mask is computed from stored positions, so the same code covers causal decoding,
 sliding windows and draft trees. Faster storages are tested against it.
 """
 
@@ -15,9 +15,9 @@ from fledge.layers.attention import AttentionSpec, Heads
 
 
 class DenseCache:
-    """Grows with each pass, and can remove rows: `truncate` after a rejected chain, `keep` after a draft tree.
+    """Grows with each pass; rows are removed by `truncate` (after a chain) or `keep` (after a draft tree).
 
-    With a `dtype`, rows are rounded as in a cache of that dtype.
+    With `dtype`, rows are rounded as in a cache of that dtype.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class DenseCache:
         return len(self._positions)
 
     def extend(self, positions: Tensor, visible: Tensor | None = None) -> "DensePass":
-        """Make room for new rows at `positions` [rows] and return the storage for the pass that fills them.
+        """Append rows at `positions` [rows] and return the storage for the forward pass that fills them.
 
-        `visible` [rows, n]: which of the last n rows, the new ones included, each new row sees; it also sees all rows
-        before those. By default the new rows are a chain: row i sees rows 0..i and everything before.
+        `visible` [rows, n]: attention mask over the last n rows, which include the new ones; all rows before those are
+        visible. By default the mask is causal.
         """
         rows = len(positions)
         start = self.length
@@ -53,13 +53,13 @@ class DenseCache:
         self._positions = self._positions[:length]
 
     def keep(self, start: int, rows: Tensor) -> None:
-        """Of the rows from `start` on, keep only `rows` (indices relative to start, in order)."""
+        """Keep the rows before `start`, and `rows` (ascending indices relative to `start`) of those after it."""
         kept = torch.cat([torch.arange(start, device=rows.device), start + rows])
         self._positions = self._positions[kept]
         self._stored = [tuple(side[kept] for side in sides) for sides in self._stored]
 
     def write(self, spec: AttentionSpec, start: int, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Store keys and values of one layer from `start` on, and return all its rows."""
+        """Store `rows` (keys and values) of one layer at `start`, and return all rows of the layer up to their end."""
         if self.dtype is not None:
             rows = tuple(
                 decode(encode(new, self.dtype, scale), new.dtype, scale)
@@ -72,7 +72,7 @@ class DenseCache:
 
 @dataclass(frozen=True, kw_only=True)
 class DensePass:
-    """One forward pass over a `DenseCache`. Implements `KeyValueStorage` for a flat run of tokens."""
+    """One forward pass over a `DenseCache`. Implements `KeyValueStorage` for tokens without a batch dimension."""
 
     cache: DenseCache
     start: int

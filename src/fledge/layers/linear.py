@@ -1,8 +1,8 @@
 """A linear layer that is fast for small batches, and RMSNorm.
 
-Decoding multiplies a few rows with a large matrix. On a GPU our own kernel is used for few rows and cuBLAS for many; if
-`batch_invariant`, our own kernels for all of them, which always sum in the same order. Models construct only `Linear`;
-loaders replace it with a module of the same `forward` for quantised weights or layouts for CPUs.
+On a GPU, products of few rows run in our own kernel and others in cuBLAS; with `batch_invariant` all run in our own
+kernels with a fixed order of summation. Models construct `Linear`; loaders may replace it by a module with the same
+`forward`, for quantised weights or packed layouts on CPUs.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.kernels.invariant_linear import invariant_linear
-from fledge.kernels.rms_norm import add_rms_norm, coded_add_rms_norm, coded_rms_norm, rms_norm
+from fledge.kernels.rms_norm import add_rms_norm, quantized_add_rms_norm, quantized_rms_norm, rms_norm
 from fledge.kernels.skinny_linear import linear
 from fledge.layers.config import LayerConfig
 
@@ -21,10 +21,10 @@ from fledge.layers.config import LayerConfig
 class Linear(nn.Linear):
     """`nn.Linear` with the same parameters and results."""
 
-    batch_invariant = False  # on a GPU: the bits of a row do not depend on the other rows
+    batch_invariant = False  # on a GPU: bits of a row's result do not depend on the other rows
 
     def reset_parameters(self) -> None:
-        if self.weight.device.type != "meta":  # there it would only cost time
+        if self.weight.device.type != "meta":  # saves time
             super().reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,9 +35,9 @@ class Linear(nn.Linear):
 
 @torch.inference_mode(False)
 def join_rows(linears: Sequence[nn.Module], kind: str = "weight") -> Tensor:
-    """Return the rows of all `linears` in one tensor, for inference.
+    """Concatenate a parameter of several `linears` along dimension 0, for inference.
 
-    Their parameters become views of it, without gradients, so there is no second copy.
+    Their parameters become views of the result, without gradients, so that there is no second copy.
     """
     parts = [getattr(one, kind).detach() for one in linears]
     joined = torch.cat(parts)
@@ -47,23 +47,23 @@ def join_rows(linears: Sequence[nn.Module], kind: str = "weight") -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """`x / rms(x) * weight`, computed in float32 and rounded to the input's dtype before the weight, as HF does."""
+    """`x / rms(x) * weight`, in float32, rounded to the input's dtype before the product with the weight, as in HF."""
 
     eps: float
-    coded = False  # the result is `CodedRows`, for a product of codes: see `block.code_early`
+    quantizes_output = False  # return `QuantizedRows` for the next linear: see `block.fuse_input_quantization`
 
     def forward(self, x: Tensor) -> Any:
-        return (coded_rms_norm if self.coded else rms_norm)(x, self.weight, self.eps)
+        return (quantized_rms_norm if self.quantizes_output else rms_norm)(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor]:
-        """Return (norm(x + residual), x + residual): on a GPU one kernel instead of two. None: x is all there is."""
+        """Return (norm(x + residual), x + residual), in one kernel on a GPU. A `residual` of None counts as 0."""
         if residual is None:
             return self(x), x
-        return (coded_add_rms_norm if self.coded else add_rms_norm)(x, residual, self.weight, self.eps)
+        return (quantized_add_rms_norm if self.quantizes_output else add_rms_norm)(x, residual, self.weight, self.eps)
 
 
 class OffsetRMSNorm(RMSNorm):
-    """`x / rms(x) * (1 + weight)`, all in float32 and rounded once (Gemma)."""
+    """`x / rms(x) * (1 + weight)` in float32, rounded once at the end (Gemma)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
@@ -74,11 +74,11 @@ class OffsetRMSNorm(RMSNorm):
 
 
 def norm_of(config: LayerConfig, size: int) -> RMSNorm:
-    """Return a norm over `size` dimensions, of the kind in the layer's config."""
+    """Build the norm over `size` dimensions that a layer's config describes."""
     kind = OffsetRMSNorm if config.norm_offset else RMSNorm
     return kind(size, config.norm_eps)
 
 
 def compute_weight(model: nn.Module) -> Tensor:
-    """Return a weight with the dtype and device that a model computes in: that of a norm, which is never quantised."""
+    """Return a weight that has the model's compute dtype and device: that of a norm, as norms are never quantised."""
     return next(module.weight for module in model.modules() if isinstance(module, RMSNorm))

@@ -1,4 +1,4 @@
-"""The MLP of a decoder layer: gated, or a mixture of experts."""
+"""The MLP of a decoder layer: gated (SwiGLU and variants), or a mixture of experts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,25 +9,25 @@ from torch import Tensor, nn
 
 from fledge.kernels._triton import runs_triton
 from fledge.kernels.experts import MANY_PAIRS, Stacked, few_experts, reads_codes, routed_experts
-from fledge.kernels.quantize_rows import CodedRows
+from fledge.kernels.quantize_rows import QuantizedRows
 from fledge.kernels.quantized_linear import QuantizedWeight
 from fledge.kernels.route import Routing, add_norm_router, route
-from fledge.kernels.swiglu import coded_swiglu, swiglu
+from fledge.kernels.swiglu import quantized_swiglu, swiglu
 from fledge.layers.config import Activation, ExpertsConfig
 from fledge.layers.linear import Linear, RMSNorm, join_rows
 from fledge.layers.quantized import QuantizedLinear, join_quantized
 
 PROJECTIONS = "gate_up_proj", "down_proj"
-CLAMPED_SLOPE = 1.702  # of gpt-oss's gate, which is all but a GELU
+CLAMPED_SLOPE = 1.702  # gpt-oss: x * sigmoid(1.702 x) approximates GELU
 
 
 class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, with gate and up stacked into one matrix; or with a gate of another kind.
+    """`down(silu(gate(x)) * up(x))`, with gate and up stacked into one matrix; or with another activation.
 
-    With a `limit` gate and up are clamped to it, the gate is steeper, and up is one more.
+    With a `limit` (gpt-oss) gate and up are clamped to it, and it is `gate * sigmoid(1.702 gate) * (up + 1)`.
     """
 
-    coded = False  # what `down_proj` reads: see `code_early`
+    quantizes_intermediate = False  # `down_proj` is given `QuantizedRows`: see `block.fuse_input_quantization`
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor | CodedRows) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         gate_up = self.gate_up_proj(x)
-        out: Tensor = self.down_proj(coded_swiglu(gate_up) if self.coded else self.gated(gate_up))
+        out: Tensor = self.down_proj(quantized_swiglu(gate_up) if self.quantizes_intermediate else self.gated(gate_up))
         return out
 
     @property
@@ -53,7 +53,7 @@ class SwiGLU(nn.Module):
         return self.activation == "silu" and self.limit is None
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """[..., 2 * size] -> [..., size]."""
+        """Apply the gate: [..., 2 * size] -> [..., size]."""
         if self.is_plain:
             return swiglu(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -64,15 +64,13 @@ class SwiGLU(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts: the sum of the chosen experts' outputs, weighted by the router's scores.
+    """Mixture of experts: the sum of the top-k experts' outputs, weighted by the router, plus a shared expert if any.
 
-    A shared expert sees every token.
-
-    Rows are grouped by expert, and each expert that has rows is run. The host must look at the groups for that; on a
-    GPU kernels do it without a look, so that a round can be captured.
+    In torch, rows are sorted by expert and each expert that has rows is run, which synchronises with the host. On a GPU
+    kernels run all experts without synchronisation, so that the pass can be captured in a CUDA graph.
     """
 
-    batch_invariant = False  # on a GPU: a row has the same bits in whatever company
+    batch_invariant = False  # on a GPU: bits of a row's result do not depend on the other rows
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
@@ -87,8 +85,8 @@ class SparseMLP(nn.Module):
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
         self._stacked: dict[str, Stacked] | None = None
 
-    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (self(norm(x + residual)), x + residual), with the router's product as part of the norm."""
+    def norm_and_forward(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (self(norm(x + residual)), x + residual), with norm and router logits in one kernel on a GPU."""
         if type(norm) is not RMSNorm or type(self.gate) is not Linear or self.batch_invariant:
             normed, total = norm.add(x, residual)
             return self(normed), total
@@ -98,14 +96,14 @@ class SparseMLP(nn.Module):
         return self(normed.view(x.shape), logits), total.view(x.shape)
 
     def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        """[*lead, hidden] -> [*lead, hidden]. `logits` [rows, experts]: of the router, where it has been asked."""
+        """[*lead, hidden] -> [*lead, hidden]. `logits` [rows, experts]: the router's, if they are computed already."""
         rows, config = x.reshape(-1, x.shape[-1]), self.config
         has_kernels = len(rows) > 0 and runs_triton(rows) and not torch.is_grad_enabled() and self.has_kernels
-        # With many rows it is a matter of arithmetic, which torch's grouped product is better at.
-        is_many = rows.dtype == torch.bfloat16 and len(rows) * config.num_experts_per_token > MANY_PAIRS
-        is_many = is_many and self._is_plain and not self.batch_invariant
-        # Kernels take a shared expert along as some more of the others.
-        parts = self._shared_parts if has_kernels and not is_many else 0
+        # With many rows the products are compute-bound, and torch's grouped GEMM is faster.
+        is_prefill_sized = rows.dtype == torch.bfloat16 and len(rows) * config.num_experts_per_token > MANY_PAIRS
+        is_prefill_sized = is_prefill_sized and self._is_plain and not self.batch_invariant
+        # Our kernels treat a shared expert as additional experts that are always chosen.
+        parts = self._shared_parts if has_kernels and not is_prefill_sized else 0
         logits = self.gate(rows) if logits is None else logits
         routing = Routing(
             chosen=config.num_experts_per_token,
@@ -116,19 +114,19 @@ class SparseMLP(nn.Module):
             shared=parts,
             corrected_softmax=config.corrected_choice,
         )
-        if has_kernels and not is_many and not config.weighted_inputs and not config.corrected_choice:
-            mixed = routed_experts(rows, logits, self.e_score_correction_bias, routing, **self._matrices(parts))
+        if has_kernels and not is_prefill_sized and not config.weighted_inputs and not config.corrected_choice:
+            mixed = routed_experts(rows, logits, self.e_score_correction_bias, routing, **self._kernel_weights(parts))
         else:
             weights, experts = route(logits, self.e_score_correction_bias, routing)
-            if config.weighted_inputs:  # of rows for each choice, which are summed up as they come out
+            if config.weighted_inputs:  # one weighted input row per (row, expert) pair; outputs are summed unweighted
                 weights = logits.float().gather(-1, experts).sigmoid()
                 rows = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
                 weights, experts = torch.ones_like(weights).view(-1, 1), experts.reshape(-1, 1)
-            if has_kernels and not is_many:
-                mixed = few_experts(rows, weights, experts, **self._matrices(parts))
+            if has_kernels and not is_prefill_sized:
+                mixed = few_experts(rows, weights, experts, **self._kernel_weights(parts))
             else:
-                run = self._all_at_once if has_kernels else self._one_by_one
-                mixed = self._sum_of_groups(rows, weights, experts, run)
+                run = self._run_grouped_mm if has_kernels else self._run_each
+                mixed = self._run_sorted(rows, weights, experts, run)
             if config.weighted_inputs:
                 mixed = mixed.view(-1, config.num_experts_per_token, x.shape[-1]).sum(1)
         mixed = mixed.view(x.shape)
@@ -141,19 +139,19 @@ class SparseMLP(nn.Module):
 
     @property
     def _shared_parts(self) -> int:
-        """How many experts the shared one is as large as, if kernels can run it as so many; else 0."""
+        """How many routed experts have the size of the shared one, if kernels can run it as so many; else 0."""
         config = self.config
-        is_alike = (
+        can_split = (
             self.shared_experts is not None
             and all(type(linear) is Linear for linear in self.shared_experts.children())
             and self._is_plain
             and not (config.shared_gate or config.weighted_inputs or config.bias or config.swiglu_limit)
             and config.shared_size % config.intermediate_size == 0
         )
-        return config.shared_size // config.intermediate_size if is_alike else 0
+        return config.shared_size // config.intermediate_size if can_split else 0
 
-    def _matrices(self, parts: int) -> dict[str, Any]:
-        """What the kernels read: all experts, of the shared one as many `parts` as it has there, and how to compute."""
+    def _kernel_weights(self, parts: int) -> dict[str, Any]:
+        """Keyword arguments of the expert kernels: stacked weights, the shared expert's if it has `parts`, options."""
         shared = None
         if parts and self.shared_experts is not None:
             shared = self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight
@@ -163,7 +161,7 @@ class SparseMLP(nn.Module):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether a GPU's kernels take the experts, all at once; laid as these read them when it is asked first."""
+        """Whether the GPU kernels support these experts. The first access stacks their weights."""
         return bool(self._stack())
 
     @property
@@ -171,27 +169,30 @@ class SparseMLP(nn.Module):
         return all(type(getattr(expert, name)) is Linear for expert in self.experts for name in PROJECTIONS)
 
     def join(self) -> None:
-        """Stack the experts now rather than with the first rows: see `join_weights`."""
+        """Stack the experts' weights now instead of in the first forward pass: see `join_weights`."""
         self._stack()
 
-    def _sum_of_groups(
+    def _run_sorted(
         self, rows: Tensor, weights: Tensor, experts: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Group (row, choice) pairs by expert, `run` them, weight what comes out and sum it up."""
+        """Sort (row, expert) pairs by expert, `run` them, and return the weighted sum for each row.
+
+        weights and experts [rows, k].
+        """
         chosen = experts.shape[1]
-        numbers, order = experts.flatten().sort(stable=True)
-        ends = torch.searchsorted(numbers, torch.arange(self.config.num_experts, device=rows.device), right=True)
-        out = run(rows[order // chosen], numbers, ends)
+        ids, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(ids, torch.arange(self.config.num_experts, device=rows.device), right=True)
+        out = run(rows[order // chosen], ids, ends)
         out = out[order.argsort()].view(-1, chosen, rows.shape[1]) * weights[..., None].to(out.dtype)
         return out.sum(1)
 
-    def _one_by_one(self, grouped: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG002 - as the other
-        """grouped [pairs, hidden], sorted by expert; numbers [pairs] of those; ends [experts] of each one's pairs."""
-        parts = torch.tensor_split(grouped, ends[:-1].cpu())
+    def _run_each(self, pairs: Tensor, ids: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG002 - as `_run_grouped_mm`
+        """pairs [pairs, hidden], sorted by expert; ids [pairs]: their experts; ends [experts]: of the groups."""
+        parts = torch.tensor_split(pairs, ends[:-1].cpu())
         return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
 
-    def _all_at_once(self, grouped: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
-        """As `_one_by_one`, in three launches, and one for each bias."""
+    def _run_grouped_mm(self, pairs: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
+        """As `_run_each`, with grouped GEMMs: three launches, and one for each bias."""
         first, ends = self.experts[0], ends.to(torch.int32)
         assert isinstance(first, SwiGLU)
 
@@ -199,12 +200,12 @@ class SparseMLP(nn.Module):
             weight, bias = self._stack()[name]
             assert isinstance(weight, Tensor)
             out = F.grouped_mm(rows, weight.mT, offs=ends)
-            return out if bias is None else out + bias[numbers]
+            return out if bias is None else out + bias[ids]
 
-        return product("down_proj", first.gated(product("gate_up_proj", grouped)))
+        return product("down_proj", first.gated(product("gate_up_proj", pairs)))
 
     def _stack(self) -> dict[str, Stacked]:
-        """Return weights and biases of all experts, of which their own become views; {}: kernels do not take them."""
+        """Return stacked weights and biases by projection; the experts' own become views. {}: no kernels for them."""
         if self._stacked is None:
             linears = {name: [getattr(expert, name) for expert in self.experts] for name in PROJECTIONS}
             weights = self._weights(linears)
@@ -215,17 +216,17 @@ class SparseMLP(nn.Module):
         return self._stacked
 
     def _weights(self, linears: Mapping[str, Sequence[nn.Module]]) -> Mapping[str, Tensor | QuantizedWeight]:
-        """All rows of each projection in one matrix, if all are stored alike and the kernels read that; else {}."""
+        """Concatenate each projection of all experts, if they have one layout that the kernels support; else {}."""
         if self._is_plain:
             joined = {name: join_rows(several) for name, several in linears.items()}
             return {name: rows.view(len(self.experts), -1, rows.shape[1]) for name, rows in joined.items()}
-        coded = {name: [one for one in several if type(one) is QuantizedLinear] for name, several in linears.items()}
-        every = [one for several in coded.values() for one in several]
+        quantized = {name: [one for one in some if type(one) is QuantizedLinear] for name, some in linears.items()}
+        every = [one for some in quantized.values() for one in some]
         if len(every) < len(PROJECTIONS) * len(self.experts) or not all(reads_codes(one.quantized) for one in every):
             return {}
-        return join_quantized(coded) or {}
+        return join_quantized(quantized) or {}
 
 
 def host_runs_experts(model: nn.Module) -> bool:
-    """Whether experts of a model on a GPU run one after the other, so that no pass can be captured."""
+    """Whether experts of a model on a GPU run one by one, which synchronises, so that no pass can be captured."""
     return any(isinstance(module, SparseMLP) and not module.has_kernels for module in model.modules())

@@ -1,9 +1,9 @@
-"""Keys and values in blocks, and the kinds of forward pass over them: the storages of the engine.
+"""The paged KV cache, and the kinds of forward pass over it: the storages of the engine.
 
-`RoundPass` has the same number of new tokens in every sequence (a decoding or verification round, a draft step);
-`ChunkPass` has runs of any length (prompts and parts of prompts). Both finish the heads, store keys and values and
-attend, in two kernels a layer. `MixedPass` is one of each behind one another, in three. In a batch-invariant cache all
-attend in the same order of sums.
+`RoundPass` has the same number of new tokens for every sequence (a decoding or verification round, a draft step);
+`ChunkPass` has any number (prompts and chunks of prompts). On a GPU both take two kernels per layer: one that applies
+norms and rotation to the heads and stores keys and values, and attention. `MixedPass` is a round followed by chunks, in
+three kernels. With a batch-invariant cache all passes sum in the same order.
 """
 
 import math
@@ -29,16 +29,16 @@ from fledge.layers.latent_attention import LatentHeads
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On a CPU, pages of them that are never written take neither time nor memory."""
+    """Return zeros. On a CPU, memory pages that are never written take neither time nor memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(size + 63, dtype=np.uint8))  # `torch.zeros` would write them all
+    memory = torch.from_numpy(np.zeros(size + 63, dtype=np.uint8))  # `torch.zeros` would write every page
     return memory[-memory.data_ptr() % 64 :][:size].view(dtype).view(shape)
 
 
 class PagedCache:
-    """The key and value blocks of all layers of one model. Who owns which block is somebody else's business."""
+    """The key and value blocks of all layers of one model. Blocks are allocated to sequences by the engine."""
 
     def __init__(
         self,
@@ -51,33 +51,36 @@ class PagedCache:
         device: torch.device,
         batch_invariant: bool = False,
     ) -> None:
-        """`batch_invariant`: on a GPU, the attention of a row has the same bits in whatever company."""
+        """`batch_invariant`: on a GPU, bits of a row's attention do not depend on the rest of the batch."""
         self.batch_invariant = batch_invariant and runs_triton(torch.empty(0, device=device))
         rows = (num_layers, num_blocks, block_size, spec.num_kv_heads)
         self.spec, self.num_layers, self.block_size = spec, num_layers, block_size
-        # Zeros, not garbage: rows of a block that were never written are masked, but NaN times zero is NaN.
+        # Not uninitialised: rows that were never written are masked, but NaN times zero is NaN.
         self.keys = _zeros((*rows, spec.key_dim), dtype, device)
         self.values = _zeros((*rows, spec.value_dim), dtype, device)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Move rows of all layers, from slots to slots [batch, n], as `move_rows` does."""
+        """Move the rows at slots `source` [batch, n] to slots `destination` in all layers: see `move_rows`."""
         keys, values = (as_bytes(side).flatten(1, 2).flatten(2) for side in (self.keys, self.values))  # views
         move_rows(keys, values, source, destination)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Make blocks as good as new: what is not a number must not be left where masked rows are multiplied."""
+        """Zero `blocks`, so that no NaN of a previous owner is left in rows that are masked."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.keys.device)
         for side in (self.keys, self.values):
             as_bytes(side).index_fill_(1, index, 0)
 
     def store(self, heads: Heads, spec: AttentionSpec, slots: Tensor, rows: int) -> CachedHeads:
-        """Finish the heads, about `rows` for each sequence, and write keys and values at `slots` [tokens]."""
+        """Apply norms and rotation to the heads, and write keys and values at `slots` [tokens].
+
+        `rows`: about how many new tokens each sequence has, see `Heads.for_cache`.
+        """
         assert spec.softcap is None or not runs_triton(self.keys), "no kernel caps scores"
-        few_in_full = len(slots) <= MOST_TOKENS and self.keys.dtype != FP8
-        if runs_triton(self.keys) and isinstance(heads, LatentHeads) and few_in_full:
-            return heads.stored(slots, self.keys[spec.layer])
+        is_small = len(slots) <= MOST_TOKENS and self.keys.dtype != FP8
+        if runs_triton(self.keys) and isinstance(heads, LatentHeads) and is_small:
+            return heads.write_to_cache(slots, self.keys[spec.layer])
         if not runs_triton(self.keys) or not isinstance(heads, ProjectedHeads) or not heads.is_ordinary:
-            # Rotations are worked out once for all layers, and rows are copied without a detour over masks.
+            # cos and sin are computed once for all layers, and rows are copied without a mask.
             cached = heads.for_cache(rows)
             for side, new, scale in zip((self.keys, self.values), cached.rows, spec.kv_scales, strict=True):
                 codes = as_bytes(encode(new, side.dtype, scale))
@@ -102,17 +105,17 @@ class PagedCache:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedPass:
-    """What the storages of both kinds of pass have, for `n` sequences whose new tokens are laid out flat."""
+    """Base of `RoundPass` and `ChunkPass`: a pass over the new tokens of `n` sequences, concatenated."""
 
     cache: PagedCache
     block_tables: Tensor  # [n, max_blocks] int32
-    context_lens: Tensor  # [n]: tokens stored before this pass
+    context_lens: Tensor  # [n]: tokens in the cache before this pass
     slots: Tensor  # [tokens]
-    max_context: int  # no sequence is longer than this
+    max_context: int  # upper bound of the length of any sequence
 
     @property
     def rows_each(self) -> int:
-        """About how many new tokens a sequence has, where keys and values may be made of what is kept."""
+        """About how many new tokens each sequence has, for `Heads.for_cache`."""
         return 1
 
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
@@ -120,7 +123,7 @@ class PagedPass:
         return cached.leave(self.attend_stored(cached, heads, spec))
 
     def attend_stored(self, cached: CachedHeads, heads: Heads, spec: AttentionSpec) -> Tensor:
-        """Attention [tokens, heads, dim] of the queries of `cached`, whose keys and values are stored already."""
+        """Return the attention [tokens, heads, dim] of the queries of `cached`; keys and values are stored already."""
         raise NotImplementedError
 
     def _attend_invariantly(
@@ -150,7 +153,7 @@ class PagedPass:
         )
 
     def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> "RoundPass":
-        """Storage over the same cache for one token more of each of some sequences, at `positions` [n]."""
+        """Return the storage for a draft step: one new token for each of `n` sequences, at `positions` [n]."""
         return RoundPass(
             cache=self.cache,
             block_tables=block_tables,
@@ -166,10 +169,10 @@ class RoundPass(PagedPass):
     """Storage for `batch` sequences with `rows` new tokens each, sequence by sequence."""
 
     rows: int
-    # Where they are no chain, of the tokens after the context, which may have been stored by passes before this one:
-    tree_mask: Tensor | None = None  # [batch, rows] int64: bit n is set if the row sees the n-th of them
-    depths: Tensor | None = None  # [batch or 1, keys]: their positions less the context; the rows are the last
-    _masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)  # by window and its kind
+    # For draft trees. Keys are the tokens after the context, some perhaps stored by earlier passes:
+    tree_mask: Tensor | None = None  # [batch, rows] int64: bit n is set if the row sees the n-th key
+    depths: Tensor | None = None  # [batch or 1, keys]: their positions minus the context; the new rows are the last
+    _masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)  # by (sliding_window, chunked)
 
     def attend_stored(self, cached: CachedHeads, heads: Heads, spec: AttentionSpec) -> Tensor:
         if self.cache.batch_invariant:
@@ -201,9 +204,9 @@ class RoundPass(PagedPass):
 
     @cached_property
     def _blocks_in_use(self) -> Tensor:
-        """[batch, n]: as many columns of the block tables as the longest sequence has filled; nobody's block 0 beyond.
+        """[batch, n]: the block tables cut to the longest sequence, with the null block 0 beyond the end of each.
 
-        What a table has there may be somebody else's, and not a number: it is masked, but NaN times zero is NaN.
+        Entries there may name blocks of other sequences with NaN: they are masked, but NaN times zero is NaN.
         """
         lengths = self.context_lens + (self.rows if self.depths is None else self.depths.shape[1])
         tables = self.block_tables[:, : -(-int(lengths.max()) // self.cache.block_size)]
@@ -211,7 +214,7 @@ class RoundPass(PagedPass):
         return tables.masked_fill(starts >= lengths[:, None], 0)
 
     def _mask(self, window: int | None, chunked: bool, group: int) -> Tensor:
-        """Who sees what, [batch, rows * group, keys]: the same for all layers that have this window."""
+        """The attention mask [batch, rows * group, keys], computed once for all layers with this window."""
         if (window, chunked) not in self._masks:
             keys = self._blocks_in_use.shape[1] * self.cache.block_size
             visible = visible_keys(self.context_lens, self.rows, keys, window, self.tree_mask, self.depths, chunked)
@@ -221,15 +224,15 @@ class RoundPass(PagedPass):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkPass(PagedPass):
-    """Storage for runs of new tokens of different lengths, one after another."""
+    """Storage for sequences with different numbers of new tokens, concatenated."""
 
     query_starts: Tensor  # [chunks + 1] int32
     max_chunk: int
-    is_round: bool = False  # a few tokens each, behind contexts of any length: attended to as in `RoundPass`
+    is_round: bool = False  # a few tokens per sequence, as in a round: use the kernel of `RoundPass`
 
     @property
     def rows_each(self) -> int:
-        # Kernels attend to rows as they are kept; only torch can make keys and values of them first.
+        # Kernels attend to latent rows as stored; only torch can expand them to keys and values first.
         return 1 if runs_triton(self.cache.keys) or self.is_round else self.max_chunk
 
     def attend_stored(self, cached: CachedHeads, heads: Heads, spec: AttentionSpec) -> Tensor:
@@ -272,9 +275,9 @@ class ChunkPass(PagedPass):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPass:
-    """A round's new tokens and, behind them, chunks of other sequences, over the same cache: linears see all at once.
+    """The new tokens of a round followed by chunks of other sequences, over the same cache.
 
-    Each part attends in its own way.
+    Linear layers process all tokens together; each part computes its own attention.
     """
 
     round: RoundPass
@@ -289,7 +292,7 @@ class MixedPass:
         queries = cached.query.tensor_split([len(self.round.slots)])
         parts = zip((self.round, self.chunks), queries, strict=True)
         mixed = [part.attend_stored(replace(cached, query=query), heads, spec) for part, query in parts]
-        width = min(one.shape[-1] for one in mixed)  # of latent rows one may have what only keys have besides
+        width = min(one.shape[-1] for one in mixed)  # with MLA one kernel may return whole rows, the other values only
         return cached.leave(torch.cat([one[..., :width] for one in mixed]))
 
     def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> RoundPass:

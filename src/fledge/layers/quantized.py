@@ -1,26 +1,23 @@
-"""A linear layer whose matrix is in eight or four bits. It takes the place of a `Linear` of a loaded model."""
+"""A linear layer with 8-bit or 4-bit weights, which replaces a `Linear` of a loaded model."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.quantize_rows import CodedRows
+from fledge.kernels.quantize_rows import QuantizedRows
 from fledge.kernels.quantized_linear import (
     QuantizedWeight,
-    as_stored,
     dequantize,
-    for_gpu,
     join_rows,
     quantized_linear,
+    to_gpu_layout,
+    to_stored_layout,
 )
 
 
 class QuantizedLinear(nn.Module):
-    """Computes what a `Linear` with the dequantised matrix does, of x as it is or rounded to eight bits too.
-
-    For inference: no gradient reaches the weights.
-    """
+    """A `Linear` with a quantised weight, and perhaps activations quantised to E4M3. For inference: no gradients."""
 
     codes: Tensor
     scales: Tensor
@@ -28,26 +25,26 @@ class QuantizedLinear(nn.Module):
     order: Tensor | None
     input_scale: Tensor | None
     bias: Tensor | None
-    batch_invariant = False  # as a `Linear`'s; set by `compute_invariantly`
-    is_joined = False  # its rows are some of those of a larger matrix: see `join_quantized`
+    batch_invariant = False  # as in `Linear`; set by `compute_invariantly`
+    is_joined = False  # its tensors are views of a larger matrix: see `join_quantized`
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         if quantized.codes.is_cuda:
-            quantized = for_gpu(quantized, dtype)
+            quantized = to_gpu_layout(quantized, dtype)
         self.in_fragments = quantized.in_fragments
         self.kind, self.group_size, self.activations = quantized.kind, quantized.group_size, quantized.activations
         self.in_features, self.out_features = quantized.columns, len(quantized.scales)
-        self.dtype = dtype  # that the model computes in
+        self.dtype = dtype  # the model's compute dtype
         for name in ("codes", "scales", "zeros", "order", "input_scale"):
             self.register_buffer(name, getattr(quantized, name))
         self.register_buffer("bias", bias)
 
     def compute_invariantly(self, wanted: bool) -> None:
-        """On a GPU: let a row have the same bits in whatever company, and the codes lie as suits that."""
+        """On a GPU: make bits of a row's result independent of the other rows, or not; changes the layout of codes."""
         self.batch_invariant = wanted
         if self.codes.is_cuda and not self.is_joined:
-            laid = for_gpu(self.quantized, self.dtype, invariant=wanted)
+            laid = to_gpu_layout(self.quantized, self.dtype, invariant=wanted)
             self.codes, self.in_fragments = laid.codes, laid.in_fragments
 
     @property
@@ -67,10 +64,10 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantised matrix, for who needs it as such: made anew each time."""
+        """The dequantised matrix, computed on each access."""
         return dequantize(self.quantized, self.dtype)
 
-    def forward(self, x: Tensor | CodedRows) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         return quantized_linear(x, self.quantized, self.bias, invariant=self.batch_invariant)
 
     def extra_repr(self) -> str:
@@ -78,11 +75,13 @@ class QuantizedLinear(nn.Module):
 
 
 def join_quantized(linears: Mapping[str, Sequence[QuantizedLinear]]) -> dict[str, QuantizedWeight] | None:
-    """As `linear.join_rows`, for each name: all rows, as stored; None where those of a name have not the same layout.
+    """Concatenate the rows of the linears under each name; None if those of any name differ in layout.
 
-    Those that have are views of it then, and round x by one scale if they have scales for it.
+    The linears become views of the result, and those of a name share the largest of their input scales, if any.
     """
-    joined = {name: join_rows([as_stored(one.quantized) for one in several]) for name, several in linears.items()}
+    joined = {
+        name: join_rows([to_stored_layout(one.quantized) for one in several]) for name, several in linears.items()
+    }
     whole = {name: weight for name, weight in joined.items() if weight is not None}
     if len(whole) < len(joined):
         return None

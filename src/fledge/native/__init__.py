@@ -1,9 +1,9 @@
-"""The C layers for CPUs: they wrap a loaded target or drafter, which know nothing of them.
+"""Decoder layers and drafting in C for CPUs, as wrappers of a loaded target and drafter.
 
-A round on a CPU is some hundred small operations, and launching them from Python takes longer than most of them do.
-Here the layers of a model are one call, and all of a round's drafting another. `accelerate` makes models ready; the
-C sources come compiled in a wheel, or are compiled by the machine's own compiler when they are first needed. Without
-either, or with FLEDGE_NATIVE=0, or for layers of a kind that is not here, torch does the same work.
+A round on a CPU is some hundred small operations, most of which take less time than launching them from Python. Here
+all layers of a model are one call, and all draft steps of a round another. The C sources are compiled in the wheel, or
+on first use by the machine's own compiler. Without either, with FLEDGE_NATIVE=0, and for layers that the library does
+not support, models run in torch.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fledge.kernels._triton import register_cpu_kernels
-from fledge.layers.block import code_early, join_weights
+from fledge.layers.block import fuse_input_quantization, join_weights
 from fledge.layers.linear import compute_weight
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -29,17 +29,17 @@ TREE_KERNELS = ("grow_trees", "rank_trees", "open_trees", "accept_trees")
 
 
 def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetModel, Drafter | None]:
-    """Return the models as they run fastest for inference on their device: on a CPU in float32, in C.
+    """Prepare the models for inference on their device; on a CPU in float32, wrap those that the library can run.
 
-    Their linear layers get another layout, in place: see `pack_linears`, and on a GPU `join_weights`. What cannot be
-    lowered is returned as it is. Weights must not change afterwards.
+    Weights get another layout, in place (on a CPU `pack_linears`, on a GPU `join_weights`), and must not change
+    afterwards. A model that the library cannot run is returned as it is.
     """
     models = [model for model in (target, drafter) if model is not None]
     if target.embed_tokens.weight.device.type != "cpu":
         for model in models:
             join_weights(model)
-            code_early(model)
-        torch.cuda.empty_cache()  # where the weights were there is room for keys and values
+            fuse_input_quantization(model)
+        torch.cuda.empty_cache()  # frees the old copies of the weights for the KV cache
         return target, drafter
     pack_linears(*models)
     loaded = compiled.library()
@@ -57,22 +57,22 @@ def _rotates_in_one_way(target: TargetModel) -> bool:
 
 
 def is_in_library(target: TargetModel, drafter: Drafter | None) -> bool:
-    """Whether all layers of both models are run by the library, and so little is left to torch."""
+    """Whether the library runs the layers of both models, so that torch has little to do."""
     return isinstance(target, NativeTarget) and (drafter is None or isinstance(drafter, NativeDrafter))
 
 
 def accelerate_drafter(drafter: Drafter) -> Drafter:
-    """The same for a drafter that comes later, to a target that `accelerate` has made ready."""
+    """`accelerate` for a drafter that is loaded later, for a target that is prepared already."""
     if compute_weight(drafter).device.type != "cpu":
         join_weights(drafter)
-        code_early(drafter)
+        fuse_input_quantization(drafter)
         return drafter
     pack_linears(drafter)
     return lower_drafter(drafter) or drafter
 
 
 def kernels_of(library: ctypes.CDLL) -> dict[str, Any]:
-    """Return the library's versions of kernels, by their names."""
+    """Return the library's functions for `register_cpu_kernels`, by kernel name."""
     kernels = {name: getattr(library, f"fledge_{name}") for name in KERNELS + TREE_KERNELS}
     by_team = {name: functools.partial(team.call, getattr(library, f"fledge_{name}")) for name in TEAM_KERNELS}
     return kernels | by_team

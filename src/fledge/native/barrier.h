@@ -1,8 +1,7 @@
-/* Where threads wait for each other between the parts of a layer.
+/* A barrier for the threads of a pass, used between the parts of a layer (some two hundred times in a pass).
 
-   OpenMP's own barrier waits busily for a millisecond. That is right while every thread has a processor; where they
-   share one with somebody else's work, the one that waits keeps the one it waits for from running, two hundred times
-   in a pass. Here a thread gives its processor away after some microseconds. */
+   OpenMP's barrier spins for a millisecond. Where cores are shared with other processes, a spinning thread may keep
+   the thread that it waits for from running. Here threads sleep on a futex after some 50 microseconds of spinning. */
 #ifndef FLEDGE_BARRIER_H
 #define FLEDGE_BARRIER_H
 
@@ -16,9 +15,9 @@
 
 #include "vectors.h"
 
-#define SPINS 4000 /* looks before a thread goes to sleep: some 50 microseconds */
+#define SPINS 4000 /* iterations before a thread sleeps: some 50 microseconds */
 
-extern _Atomic int64_t fledge_slept; /* nanoseconds that threads have slept at barriers, all together */
+extern _Atomic int64_t fledge_slept; /* nanoseconds that threads have slept at barriers, summed over threads */
 
 typedef struct {
     _Atomic int32_t arrived, number, asleep;
@@ -38,7 +37,7 @@ INLINE int64_t nanoseconds(void) {
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* Return when all `threads` threads have come. */
+/* Return when all `threads` threads have called this. */
 static inline void wait_at(Barrier *barrier, int threads) {
     if (threads == 1) return;
     int32_t number = atomic_load(&barrier->number);

@@ -1,4 +1,4 @@
-"""What Python knows of the library's structs and functions: it reads the C sources, so nothing is declared twice."""
+"""ctypes bindings of the library. Structs and signatures are parsed from the C sources, not declared again."""
 
 import ctypes
 import functools
@@ -14,8 +14,8 @@ _TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "int": ctypes.c_
 
 
 def bind(path: str) -> ctypes.CDLL:
-    """Load the library and say what its functions take. OSError for what is not one, or lacks a function."""
-    # torch is loaded already, and with it the one OpenMP whose threads both use.
+    """Load the library and set its functions' argument types. OSError if it is no library or lacks a function."""
+    # torch is imported already, so that both use the same OpenMP runtime and its threads.
     loaded = ctypes.CDLL(path)
     try:
         for name, parameters in re.findall(r"^(?:void|int32_t) (fledge_\w+)\(([^)]*)\)", _declarations(), re.MULTILINE):
@@ -34,12 +34,12 @@ def _check_memory(failed: int) -> None:
 
 @functools.cache
 def _declarations() -> str:
-    """The C sources without their comments."""
+    """The C sources without comments."""
     return re.sub(r"/\*.*?\*/", "", "\n".join(sources().values()), flags=re.DOTALL)
 
 
 def _declared(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and type of each variable of a declaration, or of one parameter: `const float *keys, *values`."""
+    """Yield name and type of each variable in a declaration such as `const float *keys, *values`, or of a parameter."""
     if found := re.fullmatch(r"(?:const )?(\w+) (.+)", text.strip(), re.DOTALL):
         for name in found[2].split(","):
             kind: Any = _Pointer if "*" in name else _TYPES.get(found[1]) or struct_type(found[1])
@@ -50,17 +50,17 @@ _as_pointer = ctypes.c_void_p.from_param
 
 
 class _Pointer(ctypes.c_void_p):
-    """What C takes by its address: as an argument a tensor, a struct, an array or nothing."""
+    """A pointer argument: accepts a tensor, a struct, an array, an address or None."""
 
     @classmethod
     def from_param(cls, value: Any) -> Any:
-        if isinstance(value, Tensor):  # first: a step has some fifty of them
+        if isinstance(value, Tensor):  # first, because it is the most frequent: some fifty in a step
             return _as_pointer(value.data_ptr())
         return ctypes.byref(value) if isinstance(value, ctypes.Structure) else _as_pointer(_address(value))
 
 
 def _address(value: Any) -> Any:
-    """The address of a tensor or an array; anything else as it is."""
+    """The address of a tensor or an array; other values unchanged."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     return ctypes.addressof(value) if isinstance(value, ctypes.Array) else value
@@ -68,7 +68,7 @@ def _address(value: Any) -> Any:
 
 @functools.cache
 def struct_type(name: str) -> type[Any]:
-    """Return the C struct of this name, for ctypes."""
+    """Return the ctypes type of the C struct called `name`."""
     found = re.search(rf"typedef struct {{([^}}]*)}} {name};", _declarations())
     assert found is not None, name
     fields = [
@@ -80,7 +80,7 @@ def struct_type(name: str) -> type[Any]:
 
 
 def struct(name: str, **fields: Any) -> Any:
-    """Return a C struct with these fields. Tensors and arrays go in by their addresses, and live as long as it does."""
+    """Return a C struct. Tensors and arrays are stored as addresses; `held` keeps them alive as long as the struct."""
     made = struct_type(name)(**{field: _address(value) for field, value in fields.items()})
     made.held = fields
     return made

@@ -1,14 +1,14 @@
-"""Compiling the C sources beside this file. The wheel's build runs this file too, so it needs Python alone."""
+"""Compiles the C sources beside this file. `setup.py` runs this file too, so it imports the standard library only."""
 
 import hashlib
 import shlex
 import subprocess
 from pathlib import Path
 
-# GCC, tuned for AMD's processors, fuses a multiply-add in one loop and not in another, as it likes. A row would then
-# have other bits alone than in company; so it is told to fuse them all.
+# Without this --param, GCC's tuning for AMD processors fuses multiply-adds in some loops and not in others, and bits of
+# a row would depend on the size of the batch.
 FLAGS = ("-O3", "--param=avoid-fma-max-bits=0", "-fno-math-errno", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
-# Instructions of the libraries in a wheel, under torch's names for what a processor can do.
+# Instruction sets of the libraries in a wheel, by torch's names of CPU capabilities.
 PREBUILT = {
     "avx2": ("-mavx2", "-mfma"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
@@ -23,21 +23,21 @@ def sources() -> dict[str, str]:
 
 
 def prebuilt_key() -> str:
-    """What a library in a wheel is sealed with: one left over from other sources or flags does not fit."""
+    """The key of libraries in a wheel: a library of other sources or flags has another one and is not used."""
     return repr((sources(), FLAGS, PREBUILT))
 
 
 def compile_library(compiler: str, path: Path, key: str, *instructions: str) -> None:
-    """Write a sealed library for these instructions. OSError without the compiler, SubprocessError where it fails."""
+    """Compile to `path`, with a digest for `is_sealed`. OSError without a compiler, SubprocessError if it fails."""
     files = [str(source) for source in sorted(_HERE.glob("*.c"))]
     command = [*shlex.split(compiler), *FLAGS, *instructions, *files, "-o", str(path), "-lm"]
     subprocess.run(command, capture_output=True, check=True, timeout=COMPILE_SECONDS)
-    with path.open("ab") as file:  # after its end, where the loader does not look
+    with path.open("ab") as file:  # the loader ignores what follows the end of an ELF file
         file.write(_seal(path.read_bytes(), key))
 
 
 def is_sealed(path: Path, key: str) -> bool:
-    """Whether a file is what `compile_library` wrote for this key, to the last byte: loading half a library crashes."""
+    """Whether `compile_library` wrote this file for `key` and it is complete: loading a truncated library crashes."""
     try:
         content = path.read_bytes()
     except OSError:

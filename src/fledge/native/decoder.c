@@ -6,23 +6,23 @@
 
 _Atomic int64_t fledge_slept;
 
-/* Memory of one call; what a layer leaves there the next one overwrites. */
+/* Buffers of one call, reused by every layer. */
 typedef struct {
-    float *normed, *qkv, *mixed, *gated, *cosines, *sines, *own;
-    int64_t own_stride; /* each thread's own, for its attention and its products */
+    float *normed, *qkv, *attended, *gated, *cosines, *sines, *own;
+    int64_t own_stride; /* `own` has scratch memory for each thread */
 } Scratch;
 
 static void norm_rows(const float *x, const float *weight, float eps, float *out, int64_t rows, int64_t size,
                       int thread, int threads) {
     int64_t first, last;
-    share(rows, thread, threads, &first, &last);
+    thread_range(rows, thread, threads, &first, &last);
     for (int64_t row = first; row < last; row++) normalise(x + row * size, weight, out + row * size, size, eps);
 }
 
-/* What all threads do for one layer, each its share; they wait for each other where one reads what others wrote. */
+/* One layer, called by all threads. There is a barrier wherever a thread reads what others wrote. */
 static void run_layer(const Layer *layer, int64_t number, const Pass *pass, const float *input, float *stream,
                       const Scratch *scratch, Barrier *barrier, int thread, int threads) {
-    int64_t rows = pass->tokens, hidden = layer->output.columns, mixed = layer->output.size;
+    int64_t rows = pass->tokens, hidden = layer->output.columns, attended_size = layer->output.size;
     float *own = scratch->own + thread * scratch->own_stride;
     if (!input && layer->input_norm) {
         norm_rows(stream, layer->input_norm, layer->eps, scratch->normed, rows, hidden, thread, threads);
@@ -34,20 +34,20 @@ static void run_layer(const Layer *layer, int64_t number, const Pass *pass, cons
     wait_at(barrier, threads);
     finish_heads(pass, &layer->heads, number, scratch->qkv, scratch->cosines, scratch->sines, thread, threads);
     wait_at(barrier, threads);
-    attend(pass, &layer->heads, number, scratch->qkv, scratch->mixed, own, thread, threads);
+    attend(pass, &layer->heads, number, scratch->qkv, scratch->attended, own, thread, threads);
     wait_at(barrier, threads);
-    multiply(&layer->output, scratch->mixed, mixed, rows, stream, hidden, ADD, own, thread, threads);
+    multiply(&layer->output, scratch->attended, attended_size, rows, stream, hidden, ADD, own, thread, threads);
     wait_at(barrier, threads);
     norm_rows(stream, layer->post_norm, layer->eps, scratch->normed, rows, hidden, thread, threads);
     wait_at(barrier, threads);
-    multiply(&layer->gate_up, scratch->normed, hidden, rows, scratch->gated, layer->down.size, GATE, own, thread,
+    multiply(&layer->gate_up, scratch->normed, hidden, rows, scratch->gated, layer->down.size, SILU_MUL, own, thread,
              threads);
     wait_at(barrier, threads);
     multiply(&layer->down, scratch->gated, layer->down.size, rows, stream, hidden, ADD, own, thread, threads);
     wait_at(barrier, threads);
 }
 
-/* Floats that each thread needs for any part of any layer. */
+/* Floats of scratch memory per thread: the maximum over all parts of all layers. */
 static int64_t own_scratch(const Layer *layers, int64_t count, const Pass *pass) {
     int64_t most = attention_scratch(pass, &layers->heads);
     for (const Layer *layer = layers; layer < layers + count; layer++) {
@@ -79,10 +79,10 @@ int32_t fledge_decode(const Layer *layers, int64_t count, const Pass *pass, cons
 #pragma omp parallel num_threads(threads)
     {
         int thread = thread_number(), team = thread_count();
-        find_turns(pass, half, scratch.cosines, scratch.sines, thread, team);
+        compute_cos_sin(pass, half, scratch.cosines, scratch.sines, thread, team);
         for (int64_t i = 0; i <= count; i++) {
             int64_t begin, end;
-            share(rows, thread, team, &begin, &end);
+            thread_range(rows, thread, team, &begin, &end);
             for (int64_t a = 0; a < aux_count; a++)
                 if (aux_layers[a] == i)
                     for (int64_t row = begin; row < end; row++)

@@ -1,4 +1,4 @@
-"""Decoder layers over a paged cache in one call: `decoder.h` and `attention.h` tell what is computed."""
+"""Decoder layers over a paged cache in one C call. `decoder.h` and `attention.h` document the computation."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from fledge.native.linear import PACKED
 
 
 class NativeTarget(TargetModel):
-    """The modules of a target; a pass over a paged cache is one call."""
+    """A target with the modules of `plain`, whose layers are one C call for passes over a paged cache."""
 
     def __init__(self, plain: TargetModel, layers: "ctypes.Array[Any]") -> None:
         nn.Module.__init__(self)
@@ -44,18 +44,18 @@ class NativeTarget(TargetModel):
 
 
 def lower_layers(layers: Iterable[nn.Module]) -> "ctypes.Array[Any] | None":
-    """Return packed layers as the library reads them; None where one is of another kind, and torch has to run them.
+    """Return the layers, whose linears are packed, as C structs; None if the library does not support one of them.
 
-    The structs hold addresses of weights: whoever keeps them must keep the modules.
+    The structs contain addresses of the modules' weights: keep the modules alive as long as the structs.
     """
     structs = [_lower_layer(layer) for layer in layers]
     return (struct_type("Layer") * len(structs))(*structs) if structs and None not in structs else None
 
 
 def _lower_layer(layer: nn.Module) -> Any:
-    """Lower a pre-norm layer of equal heads and a dense MLP, or a drafter's first, which is given what it reads."""
+    """Lower a pre-norm layer with grouped-query attention and a SwiGLU MLP, or a drafter's first layer."""
     if not isinstance(layer, DecoderLayer | Eagle3FirstLayer) or type(layer) not in (DecoderLayer, Eagle3FirstLayer):
-        return None  # a layer of somebody's own runs as it is
+        return None  # a subclass may compute something else
     attention, mlp = layer.self_attn, layer.mlp
     if not isinstance(attention, Attention) or not isinstance(mlp, SwiGLU) or not mlp.is_plain:
         return None
@@ -102,7 +102,7 @@ def _lower_layer(layer: nn.Module) -> Any:
 
 
 def are_lowerable(*norms: nn.Module | None) -> bool:
-    """Whether these are norms that the library computes, in float32 on a CPU, or none at all."""
+    """Whether each is None or an RMSNorm in float32 on a CPU, which the library can compute."""
     return all(
         norm is None
         or (isinstance(norm, RMSNorm) and norm.weight.dtype == torch.float32 and norm.weight.device.type == "cpu")
@@ -111,7 +111,7 @@ def are_lowerable(*norms: nn.Module | None) -> bool:
 
 
 def is_lowerable_pass(storage: KeyValueStorage, x: Tensor) -> bool:
-    """Whether a pass over x [tokens, hidden] can be one call: float32 in plain blocks on a CPU, and no gradients."""
+    """Whether the library can run a pass over x [tokens, hidden]: a paged cache in float32 on a CPU, no gradients."""
     return (
         isinstance(storage, PagedPass)
         and storage.cache.keys.dtype == x.dtype == torch.float32
@@ -131,11 +131,11 @@ def run_layers(
     aux_layer_ids: Sequence[int] = (),
     final_norm: RMSNorm | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run over the residual stream [tokens, hidden] in place; return it normed, and the aux states asked for.
+    """Run layers on the residual stream [tokens, hidden], in place; return (the normed stream, aux states).
 
-    `first_input` [tokens, size] is what the first layer's attention reads in place of the stream. Aux states are
-    inputs of layers, [tokens, ids * hidden] in the order asked for; the number of layers stands for the last output.
-    Without a final norm the first result is the stream itself.
+    `first_input` [tokens, size] is what the first layer's attention reads instead of the stream. Aux states
+    [tokens, ids * hidden] are the inputs of layers `aux_layer_ids`; the number of layers means the last one's output.
+    Without `final_norm` the first result is the stream itself.
     """
     assert stream.is_contiguous()
     assert stream.dtype == torch.float32
@@ -160,7 +160,7 @@ def run_layers(
 
 
 def pass_struct(tokens: int, rotation: Rotation, storage: PagedPass) -> Any:
-    """Return `Pass` of attention.h."""
+    """Return the struct `Pass` of attention.h."""
     keys, values = storage.cache.keys, storage.cache.values
     assert keys.is_contiguous()
     assert keys.shape == values.shape

@@ -1,4 +1,4 @@
-"""A drafter lowered to the table of operations that `program.c` runs."""
+"""Lowers a drafter to the table of operations that `program.c` interprets."""
 
 import ctypes
 from typing import Any
@@ -21,21 +21,20 @@ from fledge.native.linear import PACKED
 
 # `Kind` of program.c.
 _EMBED, _NORM, _COPY, _LINEAR, _LAYERS = range(5)
-# Rows that operations read and write. The first two are `program.c`'s own: the target's states, as `TargetStates` has
-# them, and features. The others are what a table likes: normed states, embedding and feature side by side, the
-# residual stream, and that normed.
+# Buffers of operations. The meaning of the first two is fixed by `program.c`: the target's states and features. The
+# others are normed states, embedding and feature concatenated, the residual stream, and the normed residual stream.
 _STATES, _FEATURES, _NORMED_STATES, _BOTH, _STREAM, _NORMED = range(6)
 _NONE = -1
 
 
 class NativeDrafter(Drafter):
-    """The modules of a drafter; fusing, a pass over a paged cache and a whole chain of drafts are one call each."""
+    """A drafter with the modules of `plain`. `fuse`, paged passes and `draft_chain` are one C call each."""
 
     plain: Drafter
 
     def __init__(self, plain: Drafter, program: Any) -> None:
         nn.Module.__init__(self)
-        self.__dict__.update(vars(plain), plain=plain)  # by this way `plain` is no part of it
+        self.__dict__.update(vars(plain), plain=plain)  # bypasses nn.Module, so that `plain` is not a submodule
         self._program = program
         self._hidden = plain.config.hidden_size
 
@@ -103,7 +102,7 @@ class NativeDrafter(Drafter):
         return DraftedChains(drafts.T, confidence.T, norms)
 
     def _read(self, states: TargetStates) -> Tensor:
-        """What of the target's states the drafter fuses."""
+        """The states of the target that the drafter fuses."""
         return states.final if states.aux is None else states.aux
 
     def _run(self, first: int, last: int, described: Any, tokens: Tensor | None, given: dict[int, Tensor]) -> None:
@@ -139,7 +138,7 @@ def _draws_struct(draws: DraftDraws) -> Any:
 
 
 def lower_drafter(drafter: Drafter) -> NativeDrafter | None:
-    """Return what runs the drafter; None where a part of it is of another kind, not packed, or not in float32."""
+    """Return the drafter for the C library; None if a part is not supported, not packed, or not in float32."""
     lower: Any = {EagleDrafter: _lower_eagle, Eagle3Drafter: _lower_eagle3}.get(type(drafter))
     if (
         lower is None
@@ -200,10 +199,10 @@ def _lower_eagle3(drafter: Eagle3Drafter, layers: Any, embed: Any) -> Any:
 
 
 def _program(drafter: Any, layers: Any, fuse: list[Any], step: list[Any], *, states_width: int, **ends: int) -> Any:
-    """Return `Program`: operations that make features of the target's states, those of a step, and its ends.
+    """Return the struct `Program`: operations from states to features (`fuse`), those of a draft step, and `ends`.
 
-    `head` is what the output head reads, `feature` what the next step reads as its features. The layers leave the
-    residual stream in `_STREAM`.
+    `ends` are buffers: `head`, the input of the LM head, and `feature`, that of the next step. The residual stream
+    after all layers is in `_STREAM`.
     """
     hidden, operations = drafter.config.hidden_size, [*fuse, *step]
     widths = (states_width, hidden, states_width, 2 * hidden, hidden, hidden)

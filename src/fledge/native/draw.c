@@ -1,5 +1,5 @@
-/* Drawing tokens and judging drafts that were drawn. The kernels of the same names (`fledge.kernels.sample`, `reject`
-   and `philox`) call these and tell what they compute: tensors first, then sizes. */
+/* Sampling of tokens, and rejection sampling of drafts. The functions are called, with tensors first and sizes last, by
+   the kernels of the same names in `fledge.kernels.sample`, `reject` and `philox`, which document them. */
 #include "draw.h"
 
 #include <float.h>
@@ -24,7 +24,7 @@ INLINE double sum_of_doubles(dvec x) {
     return sum;
 }
 
-/* Logits from i on over the temperature; -inf beyond the vocabulary and for what is not a number. */
+/* LANES values of logits / temperature from i on; -inf beyond the vocabulary and for NaN. */
 INLINE vec scaled_at(const float *logits, int64_t i, int64_t vocab, float temperature) {
     const vec nothing = (vec){0} - INFINITY, most = (vec){0} + FLT_MAX;
     vec x = nothing;
@@ -37,7 +37,7 @@ INLINE vec scaled_at(const float *logits, int64_t i, int64_t vocab, float temper
     return select_vec(x > most, most, x);
 }
 
-/* Put a chunk's logits over the temperature into values [CHUNK], -inf for what may not be drawn. The largest of them. */
+/* values [CHUNK] = logits / temperature of a chunk, -inf for filtered tokens. Returns the largest. */
 static float chunk_values(const Row *row, int64_t chunk, float *values) {
     const vec nothing = (vec){0} - INFINITY;
     vec peaks = nothing;
@@ -52,7 +52,7 @@ static float chunk_values(const Row *row, int64_t chunk, float *values) {
     return largest_of(peaks);
 }
 
-/* values [CHUNK] = exp(values - peak), and 0 for -inf even where the peak is -inf too. Their sum. */
+/* values [CHUNK] = exp(values - peak), and 0 for -inf even if the peak is -inf too. Returns the sum. */
 static double exponentiate(float *values, float peak) {
     dvec sums = {0};
     if (peak == -INFINITY) peak = 0.0f;
@@ -64,7 +64,7 @@ static double exponentiate(float *values, float peak) {
     return sum_of_doubles(sums);
 }
 
-static void weigh(const Row *row) {
+static void sum_chunks(const Row *row) {
     float values[CHUNK];
     for (int64_t chunk = 0; chunk < chunks_of(row->vocab); chunk++) {
         row->peaks[chunk] = chunk_values(row, chunk, values);
@@ -72,13 +72,13 @@ static void weigh(const Row *row) {
     }
 }
 
-/* What a chunk weighs if the row's largest weighs 1. */
+/* The sum of exp(value - peak) of a chunk, for the row's `peak`. */
 INLINE double share_of(const Row *row, int64_t chunk, float peak) {
     float own = row->peaks[chunk];
     return own > -INFINITY ? row->sums[chunk] * (double)exp_one(own - peak) : 0.0;
 }
 
-/* What the row weighs if its largest weighs 1; 0 where nothing may be drawn. */
+/* The sum of exp(value - peak) of a row, whose largest value is put into *peak; 0 if all tokens are filtered. */
 static double total_of(const Row *row, float *peak) {
     double total = 0;
     *peak = -INFINITY;
@@ -88,8 +88,9 @@ static double total_of(const Row *row, float *peak) {
     return total;
 }
 
-/* The first of weights [CHUNK] at which their running sum passes `within`; the last one, if rounding leaves it short. */
-static int64_t first_passing(const float *weights, double within) {
+/* The first index of weights [CHUNK] whose running sum exceeds `within`; the last with any weight if none does, which
+   is rounding. */
+static int64_t invert_cdf(const float *weights, double within) {
     int64_t found = 0;
     double sum = 0;
     for (int64_t i = 0; i < CHUNK && !(sum > within); i++) {
@@ -99,7 +100,7 @@ static int64_t first_passing(const float *weights, double within) {
     return found;
 }
 
-/* A token of the row; 0 where nothing may be drawn. */
+/* Sample a token of the row; 0 if all tokens are filtered. */
 static int64_t draw(const Row *row, double uniform) {
     float peak, values[CHUNK];
     double target = uniform * total_of(row, &peak), start = 0, end = 0;
@@ -114,10 +115,10 @@ static int64_t draw(const Row *row, double uniform) {
     if (chunk < 0) return 0;
     chunk_values(row, chunk, values);
     exponentiate(values, row->peaks[chunk]);
-    return chunk * CHUNK + first_passing(values, (target - start) / (double)exp_one(row->peaks[chunk] - peak));
+    return chunk * CHUNK + invert_cdf(values, (target - start) / (double)exp_one(row->peaks[chunk] - peak));
 }
 
-/* Write the probabilities of the row, which may be where its logits are; all of token 0 where nothing may be drawn. */
+/* Write the probabilities of the row to `out`, which may be its logits; one-hot for token 0 if all are filtered. */
 static void write_out(const Row *row, float *out) {
     float peak, values[CHUNK], total = (float)total_of(row, &peak);
     for (int64_t chunk = 0; chunk < chunks_of(row->vocab); chunk++) {
@@ -136,12 +137,12 @@ static float probability(const Row *row, int64_t token) {
     return is_kept ? exp_one((x > FLT_MAX ? FLT_MAX : x) - peak) / total : 0.0f;
 }
 
-/* The rows of a batch, as Python passes them. */
+/* The rows of a batch: `RowWeights` of `fledge.kernels.sample`. */
 typedef struct {
     const float *logits; /* [rows, vocab] */
-    const int64_t *request; /* [rows] whose settings count */
-    const uint8_t *sampled; /* [requests], as the next */
-    const float *temperature;
+    const int64_t *request; /* [rows] */
+    const uint8_t *sampled; /* [requests] */
+    const float *temperature; /* [requests] */
     float *floor;
     int64_t *last;
     float *peaks;
@@ -155,7 +156,7 @@ static Row row_of(const Rows *rows, int64_t number) {
                  rows->floor[number], rows->last[number], rows->peaks + number * chunks, rows->sums + number * chunks};
 }
 
-/* An integer that sorts like the value, and back. */
+/* An integer that sorts like the value, and its inverse. */
 INLINE int32_t key_of(float value) {
     int32_t bits;
     if (value == 0) value = 0; /* -0 too */
@@ -170,15 +171,15 @@ INLINE float value_of(int32_t key) {
     return value;
 }
 
-/* The highest of `values`, none below `low`, at or above which weights add up to `goal`, or `low`; a value weighs 1
-   without weights. And how much lies above it. Bisection, as in `fledge.kernels.filters`. */
-static float highest(const float *values, const float *weights, int64_t size, float peak, float low, double goal,
+/* The highest of `values` such that the weights of values at or above it sum to `goal`, but at least `low`; without
+   `weights` each counts 1. *above is the sum strictly above it. Bisection, as in `fledge.kernels.filters`. */
+static float find_threshold(const float *values, const float *weights, int64_t size, float peak, float low, double goal,
                      double *above) {
     const vec infinite = (vec){0} + INFINITY, one = (vec){0} + 1.0f;
     int32_t end = key_of(peak) + 1, begin = key_of(low) < end - 1 ? key_of(low) : end - 1;
     *above = 0;
     while ((int64_t)begin + 1 < end) {
-        int32_t middle = (begin & end) + ((begin ^ end) >> 1); /* between them, whatever their signs */
+        int32_t middle = (begin & end) + ((begin ^ end) >> 1); /* their mean, without overflow */
         float tried = value_of(middle);
         dvec sums = {0};
         vec counts = {0}, up = infinite, down = -infinite;
@@ -204,8 +205,8 @@ static float highest(const float *values, const float *weights, int64_t size, fl
     return value_of(begin);
 }
 
-/* What may be drawn of a row; scratch [2, vocabulary in whole vectors]. */
-static void bound(Row *row, int64_t top_k, double top_p, float min_p, float *scratch) {
+/* Set floor and last of a row from its filters; scratch [2, vocab rounded up to whole vectors]. */
+static void find_bounds(Row *row, int64_t top_k, double top_p, float min_p, float *scratch) {
     int64_t size = (row->vocab + LANES - 1) / LANES * LANES;
     float *values = scratch, *weights = scratch + size, peak;
     vec peaks = (vec){0} - INFINITY;
@@ -219,7 +220,7 @@ static void bound(Row *row, int64_t top_k, double top_p, float min_p, float *scr
     if (peak == -INFINITY) return;
     row->last = row->vocab;
     if (min_p > 0) row->floor = peak + logf(min_p);
-    if (top_k > 0) row->floor = highest(values, NULL, size, peak, row->floor, (double)top_k, &above);
+    if (top_k > 0) row->floor = find_threshold(values, NULL, size, peak, row->floor, (double)top_k, &above);
     if (!(top_p < 1)) return;
     dvec sums = {0};
     for (int64_t i = 0; i < size; i += LANES) {
@@ -229,8 +230,8 @@ static void bound(Row *row, int64_t top_k, double top_p, float min_p, float *scr
         sums += __builtin_convertvector(w, dvec);
     }
     double goal = top_p * sum_of_doubles(sums);
-    row->floor = highest(values, weights, size, peak, row->floor, goal, &above);
-    /* Of those at the floor, as many as it takes, and at least one. */
+    row->floor = find_threshold(values, weights, size, peak, row->floor, goal, &above);
+    /* Of the tokens at the floor, keep the first ones until `goal` is reached, at least one. */
     double weight = exp_one(row->floor - peak);
     for (int64_t i = 0; i < row->vocab && weight > 0; i++)
         if (values[i] == row->floor && (above += weight) >= goal) {
@@ -239,7 +240,7 @@ static void bound(Row *row, int64_t top_k, double top_p, float min_p, float *scr
         }
 }
 
-/* Without filters top_k, top_p and min_p are NULL. */
+/* top_k, top_p and min_p are NULL if no request has filters. */
 int32_t fledge_weigh_rows(const float *logits, const int64_t *request, const uint8_t *sampled,
                           const float *temperature, float *floor, int64_t *last, float *peaks, double *sums,
                           const int64_t *top_k, const double *top_p, const float *min_p, int64_t count, int64_t vocab,
@@ -259,18 +260,18 @@ int32_t fledge_weigh_rows(const float *logits, const int64_t *request, const uin
             if (top_k && (top_k[whose] > 0 || top_p[whose] < 1 || min_p[whose] > 0)) {
                 if (!scratch) scratch = malloc(2 * (size_t)(vocab + LANES) * sizeof(float));
                 failed |= !scratch;
-                if (scratch) bound(&row, top_k[whose], top_p[whose], min_p[whose], scratch);
+                if (scratch) find_bounds(&row, top_k[whose], top_p[whose], min_p[whose], scratch);
                 floor[number] = row.floor;
                 last[number] = row.last;
             }
-            weigh(&row);
+            sum_chunks(&row);
         }
         free(scratch);
     }
     return failed;
 }
 
-/* likeliest may be NULL. */
+/* likeliest [rows]: the largest probability of each row; may be NULL. */
 void fledge_draw_rows(const float *logits, const int64_t *request, const uint8_t *sampled, const float *temperature,
                       float *floor, int64_t *last, float *peaks, double *sums, const double *uniforms,
                       int64_t *tokens, float *likeliest, int64_t count, int64_t vocab, int64_t stride, int threads) {
@@ -299,8 +300,8 @@ void fledge_write_probabilities(const float *logits, const int64_t *request, con
     }
 }
 
-/* What a chunk of p has above q, into left [CHUNK]; p weighs `total` if its largest weighs 1. The sum. */
-static double chunk_above(const Row *row, int64_t chunk, float peak, float total, const float *q, float *left) {
+/* left [CHUNK] = max(p - q, 0) of a chunk; `peak` and `total` are those of p's row. Returns the sum. */
+static double residual_chunk(const Row *row, int64_t chunk, float peak, float total, const float *q, float *left) {
     int64_t begin = chunk * CHUNK, size = row->vocab - begin < CHUNK ? row->vocab - begin : CHUNK;
     const vec zero = {0};
     dvec sums = {0};
@@ -315,12 +316,12 @@ static double chunk_above(const Row *row, int64_t chunk, float peak, float total
     return sum_of_doubles(sums);
 }
 
-/* A token from what p has above q; from p where nothing is left, which only rounding brings about. */
-static int64_t draw_above(const Row *row, const float *q, double uniform) {
+/* Sample from max(p - q, 0); from p if that is all zero, which only rounding can cause. */
+static int64_t draw_residual(const Row *row, const float *q, double uniform) {
     int64_t chunks = chunks_of(row->vocab), chunk = -1;
     double sums[chunks], all = 0, start = 0, end = 0;
     float peak, total = (float)total_of(row, &peak), left[CHUNK];
-    for (int64_t i = 0; i < chunks && total > 0; i++) all += sums[i] = chunk_above(row, i, peak, total, q, left);
+    for (int64_t i = 0; i < chunks && total > 0; i++) all += sums[i] = residual_chunk(row, i, peak, total, q, left);
     if (!(all > 0)) return draw(row, uniform);
     for (int64_t i = 0; i < chunks && !(end > uniform * all); i++) {
         if (!(sums[i] > 0)) continue;
@@ -328,17 +329,17 @@ static int64_t draw_above(const Row *row, const float *q, double uniform) {
         start = end;
         end += sums[i];
     }
-    chunk_above(row, chunk, peak, total, q, left);
-    return chunk * CHUNK + first_passing(left, uniform * all - start);
+    residual_chunk(row, chunk, peak, total, q, left);
+    return chunk * CHUNK + invert_cdf(left, uniform * all - start);
 }
 
 void fledge_reject_drafts(const float *logits, const int64_t *request, const uint8_t *sampled,
                           const float *temperature, float *floor, int64_t *last, float *peaks, double *sums,
                           const int64_t *drafts, const int64_t *of_entry, const uint8_t *are_drawn,
-                          const int64_t *counts, const float *probabilities, const int64_t *at, const double *judging,
-                          const double *correcting, int64_t *tokens, int64_t *accepted, int64_t batch, int64_t width,
-                          int64_t vocab, int64_t stride, int64_t request_stride, int64_t step_stride,
-                          int threads) {
+                          const int64_t *counts, const float *probabilities, const int64_t *at,
+                          const double *accept_uniforms, const double *resample_uniforms, int64_t *tokens,
+                          int64_t *accepted, int64_t batch, int64_t width, int64_t vocab, int64_t stride,
+                          int64_t request_stride, int64_t step_stride, int threads) {
     Rows rows = {logits, request, sampled, temperature, floor, last, peaks, sums, vocab, stride};
 #pragma omp parallel for num_threads(threads) if (batch > 4)
     for (int64_t entry = 0; entry < batch; entry++) {
@@ -349,13 +350,13 @@ void fledge_reject_drafts(const float *logits, const int64_t *request, const uin
         for (; kept < count; kept++) {
             Row row = row_of(&rows, row_at[kept]);
             int64_t token = draft[kept] > 0 ? draft[kept] : 0;
-            /* u < p / q without the division: right for q = 0 too, and never true for p = 0, as u can be 0. */
-            double claimed = judging[entry * (width - 1) + kept] * (double)q[kept * step_stride + token];
+            /* u < p / q without the division: correct for q = 0 too, and never true for p = 0, since u can be 0. */
+            double claimed = accept_uniforms[entry * (width - 1) + kept] * (double)q[kept * step_stride + token];
             if (!(claimed < (double)probability(&row, token))) break;
         }
         Row row = row_of(&rows, row_at[kept]);
-        double uniform = correcting[entry * width + kept];
-        int64_t extra = kept < count ? draw_above(&row, q + kept * step_stride, uniform) : draw(&row, uniform);
+        double uniform = resample_uniforms[entry * width + kept];
+        int64_t extra = kept < count ? draw_residual(&row, q + kept * step_stride, uniform) : draw(&row, uniform);
         for (int64_t i = 0; i < width; i++)
             tokens[entry * width + i] = i < kept ? draft[i] : i == kept ? extra : PADDING;
         accepted[entry] = kept;
@@ -371,12 +372,12 @@ void draw_draft(const Draws *draws, int64_t b, int64_t batch, int64_t step, cons
     double sums[chunks], total;
     for (int64_t i = 0; i < draws->vocab; i++) out[i] = -INFINITY;
     for (int64_t i = 0; i < draft_vocab; i++) {
-        /* A drafter gone wrong must still draft from a distribution, or rejection would not be lossless. */
+        /* NaN and inf must still give a distribution, or rejection sampling would not be lossless. */
         float x = logits[i] == logits[i] ? logits[i] : 0.0f;
         out[offsets ? i + offsets[i] : i] = x < 1e30f ? x : 1e30f;
     }
     Row row = {out, draws->vocab, draws->temperature[request], -INFINITY, -1, peaks, sums};
-    weigh(&row);
+    sum_chunks(&row);
     total = total_of(&row, &peak);
     *token = draw(&row, draws->uniforms[step * batch + b]);
     *confidence = total > 0 ? (float)(1 / total) : 1.0f;

@@ -1,4 +1,4 @@
-"""The compiled C sources: from the wheel, from the cache, or compiled now; tested, or not used."""
+"""Loads the C library: from the wheel, from the cache, or compiled now. It is used if it passes a self-test."""
 
 import ctypes
 import functools
@@ -27,7 +27,7 @@ _log = logging.getLogger("fledge.native")
 
 
 def required() -> ctypes.CDLL:
-    """Return the library to who holds something that only exists because it was there."""
+    """Return the library, for code that runs only after `library()` has returned one."""
     loaded = library()
     assert loaded is not None
     return loaded
@@ -35,11 +35,11 @@ def required() -> ctypes.CDLL:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled library, or None where torch has to do: the reason is logged, once."""
+    """Return the compiled library; None if it cannot be used. The reason is logged once."""
     level = logging.WARNING
     try:
         if os.environ.get("FLEDGE_NATIVE") == "0":
-            level = logging.INFO  # who switched it off knows
+            level = logging.INFO  # the user's own choice
             raise OSError("FLEDGE_NATIVE=0")
         if sys.platform != "linux":
             raise OSError(f"they have been tried on Linux only, this is {sys.platform}")
@@ -56,22 +56,22 @@ def library() -> ctypes.CDLL | None:
 
 
 def _from_cache(compiler: str) -> ctypes.CDLL:
-    """Load this machine's own, compiled now where it is not there, not whole, or somebody else's to write."""
+    """Load the library from this machine's cache; compile it if it is missing, damaged or writable by other users."""
     key = _key(compiler)
     try:
         path = _cache() / f"{key}.so"
         is_good = _is_ours(path) and is_sealed(path, key)
         if not is_good and not os.access(path.parent, os.W_OK):
             raise PermissionError(f"{path.parent} cannot be written")
-    except (OSError, RuntimeError) as error:  # the latter is for who has no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         _log.warning("CPU kernels are compiled for this process alone: %s", error)
-        with tempfile.TemporaryDirectory(prefix="fledge-native-") as private:  # what is loaded outlives its file
+        with tempfile.TemporaryDirectory(prefix="fledge-native-") as private:  # a loaded library needs no file
             return _compiled(compiler, Path(private) / f"{key}.so", key)
     return _tested(path) if is_good else _compiled(compiler, path, key)
 
 
 def _cache() -> Path:
-    """Return the directory of libraries, made if it is not there. PermissionError where others could put theirs in."""
+    """Return the cache directory, created if needed. PermissionError if other users could write to it."""
     directory = (cache_directory() / "native").resolve()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory.stat().st_uid == os.geteuid():
@@ -82,7 +82,7 @@ def _cache() -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is there, is no link, and nobody but us and root can have changed it."""
+    """Whether the path exists, is not a symbolic link, and only this user and root can change it."""
     try:
         found = path.lstat()
     except OSError:
@@ -103,13 +103,13 @@ def _tested(path: Path) -> ctypes.CDLL:
 
 
 def _key(compiler: str) -> str:
-    """Name what the result depends on: the sources, the compiler, how it is called, the processor it is for."""
+    """A digest of everything that the library depends on: sources, compiler and its version, flags, processor."""
     command = [*shlex.split(compiler), "--version"]
     try:
         version = subprocess.run(command, capture_output=True, check=True, timeout=COMPILE_SECONDS).stdout
     except (FileNotFoundError, PermissionError):
         raise OSError(f"no C compiler, '{compiler}' cannot be run: install gcc or set CC") from None
-    wanted = ("model name", "flags", "Features", "CPU part")  # what -march=native may depend on: x86, x86, ARM, ARM
+    wanted = ("model name", "flags", "Features", "CPU part")  # -march=native depends on these: x86, x86, ARM, ARM
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     processor = [platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})]

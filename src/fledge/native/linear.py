@@ -1,7 +1,6 @@
-"""Linear layers in another layout for the few rows of decoding, which take the place of a model's own.
+"""Linear layers with packed weights, which are faster for the few rows of decoding and replace a model's own.
 
-The general matrix product of a CPU reads a matrix in an order made for many rows. Our kernels have a layout of their
-own (`matmul.h` draws it), and so has oneDNN, which torch ships, where ours cannot be compiled.
+The layout is that of our kernels (`matmul.h`), or where those cannot be compiled that of oneDNN, which torch ships.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.quantize_rows import CodedRows
+from fledge.kernels.quantize_rows import QuantizedRows
 from fledge.layers.linear import Linear
 from fledge.layers.mlp import SwiGLU
 from fledge.layers.quantized import QuantizedLinear
@@ -19,16 +18,16 @@ from fledge.models.drafter.base import Drafter
 from fledge.native import team
 from fledge.native.bindings import struct
 from fledge.native.library import library, required
-from fledge.native.panels import FLOATS, HALVES, is_packable, panel_bytes, quantized_panels
+from fledge.native.panels import BFLOAT16, FLOAT32, is_packable, panel_bytes, quantized_panels
 
-# Prompts gain little, and oneDNN keeps compiled code for every number of rows it has met.
+# Prompts gain little, and oneDNN compiles and keeps code for every number of rows.
 MAX_ONEDNN_ROWS = 64
 _ALIGNMENT = 64
 _LARGE_PAGE = 1 << 21
 
 
 class PackedLinear(Linear):
-    """A `Linear` with the same parameters, whose products without gradients are by our kernel."""
+    """A `Linear` with the same parameters, which uses our kernel where no gradients are needed."""
 
     def __init__(self, plain: Linear, packed: Any) -> None:
         nn.Module.__init__(self)
@@ -42,14 +41,14 @@ class PackedLinear(Linear):
 
 
 class PackedQuantizedLinear(QuantizedLinear):
-    """The same for one in fewer bits, which are what is read. Results are the dequantised one's, but for rounding."""
+    """`PackedLinear` for quantised weights. Results equal those of the dequantised weight up to rounding."""
 
     def __init__(self, plain: QuantizedLinear, packed: Any) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(vars(plain))
         self.packed = packed
 
-    def forward(self, x: Tensor | CodedRows) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         if not isinstance(x, Tensor) or torch.is_grad_enabled() or x.dtype != torch.float32:
             return super().forward(x)
         return packed_linear(x, self.packed)
@@ -59,12 +58,12 @@ PACKED = (PackedLinear, PackedQuantizedLinear)
 
 
 class OneDNNLinear(Linear):
-    """A `Linear` with the same parameters, whose products of a few rows without gradients are by oneDNN."""
+    """A `Linear` with the same parameters, which uses oneDNN for few rows where no gradients are needed."""
 
     def __init__(self, plain: Linear) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(vars(plain))
-        # The layout is chosen for 16 rows; measured, it is as good for 1 to 64.
+        # The layout for 16 rows is as fast as others for 1 to 64 rows (measured).
         self.reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), 16)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,11 +74,11 @@ class OneDNNLinear(Linear):
 
 
 def pack_linears(*models: nn.Module) -> None:
-    """Put layers with another layout in place of the models' linear layers in float32 on a CPU.
+    """Replace the models' linear layers in float32 on a CPU by packed ones.
 
-    Costs as much memory again as the matrices have, or half of that if they come from a bfloat16 checkpoint. The
-    weights must not change afterwards. Other linear layers stay as they are. Quantised ones that the library cannot
-    read, because their columns are in an order of their own, are dequantised first, unless they round their input too.
+    The packed copy takes as much memory as the weights, or half of it if they are bfloat16 values. Weights must not
+    change afterwards. Quantised linears that the library cannot read (act-order) are dequantised first, unless they
+    quantise their input too. Other linear layers are left alone.
     """
     if library() is not None:
         _dequantize_unreadable(models)
@@ -102,7 +101,7 @@ def pack_linears(*models: nn.Module) -> None:
         made = zip(quantized, _pack_quantized(quantized, paired, cached), strict=True)
         replaced |= {one: PackedQuantizedLinear(one, packed) for one, packed in made}
     else:
-        # A torch without oneDNN, or with another signature, goes without.
+        # Not every build of torch has oneDNN, or these private operators.
         with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError), torch.no_grad():
             OneDNNLinear(Linear(16, 16))(torch.ones(2, 16))
             replaced = {one: OneDNNLinear(one) for one in plain}
@@ -117,7 +116,7 @@ def _replace(modules: Iterable[nn.Module], replaced: Mapping[nn.Module, nn.Modul
 
 
 def _is_quantized(module: nn.Module) -> TypeGuard[QuantizedLinear]:
-    """Whether it is quantised, and not packed yet, in a model that computes in float32 on a CPU."""
+    """Whether it is a quantised linear, not packed yet, in a model that computes in float32 on a CPU."""
     return type(module) is QuantizedLinear and module.codes.device.type == "cpu" and module.dtype == torch.float32
 
 
@@ -137,7 +136,7 @@ def _dequantize_unreadable(models: Iterable[nn.Module]) -> None:
 def _pack_quantized(
     linears: Sequence[QuantizedLinear], paired: Collection[nn.Module], cached: Collection[nn.Module]
 ) -> list[Any]:
-    """Lay out quantised matrices for the library, those of a model side by side, each with its scales."""
+    """Pack quantised weights for the library into one block of memory, each followed by its scales."""
     lanes = int(required().fledge_lanes())
     memory = _Memory(sum(panel_bytes(one.quantized, lanes, paired=one in paired) for one in linears))
     packed = []
@@ -150,10 +149,10 @@ def _pack_quantized(
             columns=one.out_features,
             size=one.in_features,
             paired=one in paired,
-            codes=panels.codes,
+            weight_type=panels.weight_type,
             group=panels.group,
-            rounds_x=one.activations is not None,
-            cached=one in cached,
+            quantizes_input=one.activations is not None,
+            in_cpu_cache=one in cached,
             input_scale=0.0 if one.input_scale is None else float(one.input_scale),
             **fields,
         )
@@ -162,7 +161,7 @@ def _pack_quantized(
 
 
 class _Memory:
-    """So many bytes, in large pages where the system has them, given away from the start on."""
+    """An arena of `size` bytes, in huge pages where available. Allocations are consecutive and never freed alone."""
 
     def __init__(self, size: int) -> None:
         memory = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
@@ -170,24 +169,23 @@ class _Memory:
         required().fledge_want_large_pages(self._rest, size)
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """The next `count` numbers; what comes after them is aligned for vectors again."""
+        """Allocate `count` elements, aligned for vectors."""
         size = count * dtype.itemsize
         taken, self._rest = self._rest[:size].view(dtype), self._rest[-(-size // _ALIGNMENT) * _ALIGNMENT :]
         return taken
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A copy here, in one dimension."""
+        """Return a flat copy of a tensor in the arena."""
         return self.take(tensor.numel(), tensor.dtype).copy_(tensor.flatten())
 
 
 def pack(
     linears: Sequence[Linear], paired: Collection[nn.Module] = (), cached: Collection[nn.Module] = ()
 ) -> list[Any]:
-    """Lay out matrices for the library. Those in `paired` are gate and up in one, `cached` as in `Matrix`.
+    """Pack dense weights for the library. `paired` are stacked gate and up projections, `cached`: `in_cpu_cache`.
 
-    What is read together lies together, in large pages where the system has them: looking up the place of small ones
-    takes a sixth of the time of reading them. A matrix whose numbers are bfloat16's is kept in 16 bits: products are
-    the same, and half as much is read.
+    All are in one block of memory, in huge pages where available: TLB misses of small pages take a sixth of the time of
+    reading them. Weights whose values are all bfloat16 are stored in 16 bits: products are the same, half is read.
     """
     lanes = int(required().fledge_lanes())
     shapes: list[tuple[int, torch.dtype]] = []
@@ -206,9 +204,9 @@ def pack(
             bias=None if one.bias is None else one.bias.detach().contiguous(),
             columns=weight.shape[0],
             size=weight.shape[1],
-            codes=HALVES if dtype == torch.int16 else FLOATS,
+            weight_type=BFLOAT16 if dtype == torch.int16 else FLOAT32,
             paired=one in paired,
-            cached=one in cached,
+            in_cpu_cache=one in cached,
         )
         required().fledge_pack(matrix, weight, matrix.held["panels"])
         packed.append(matrix)
@@ -216,7 +214,7 @@ def pack(
 
 
 def packed_linear(x: Tensor, matrix: Any) -> Tensor:
-    """Return x W^T + bias for x [..., size]. A row's result does not depend on the other rows, nor on the threads."""
+    """Return x W^T + bias for x [..., size]. Bits of a row do not depend on the other rows or the number of threads."""
     x = x.contiguous()
     size = x.shape[-1]
     assert size == matrix.size

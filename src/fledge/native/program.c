@@ -1,7 +1,6 @@
-/* A drafter as a table of operations on rows, and the loop that drafts a chain with it.
+/* An interpreter for drafters, lowered in Python to a table of operations, and the loop that drafts a chain.
 
-   What a drafter is made of is decided in Python, which lowers the loaded module to the table. Each operation reads one
-   buffer and writes another, or some columns of them; a buffer has a row for each token of the pass. */
+   Each operation reads (a range of columns of) one buffer and writes another; a buffer has a row for each token. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -11,33 +10,33 @@
 
 typedef enum {
     EMBED,  /* to = weight[token], for the tokens of the pass */
-    NORM,   /* to = from, normed with weight [size] */
+    NORM,   /* to = RMSNorm(from) with weight [size] */
     COPY,   /* to = from */
     LINEAR, /* to = from W^T + bias */
-    LAYERS, /* run the decoder layers over `to`; `from`, unless negative, is what the first one's attention reads */
+    LAYERS, /* run the decoder layers on `to`, the residual stream; `from`, unless negative, is the first one's input */
 } Kind;
 
 typedef struct {
     int64_t kind;
-    int64_t source, source_column, to, to_column, size; /* buffers, the first column in each, and how many columns */
+    int64_t source, source_column, to, to_column, size; /* buffers, first columns, and number of columns */
     const float *weight;
     Matrix matrix; /* of LINEAR */
     float eps;
 } Operation;
 
-enum { STATES, FEATURES }; /* the buffers that the target fills, and that a step reads; others as the table likes */
+enum { STATES, FEATURES }; /* buffers with fixed meaning: the target's states, and the features that a step reads */
 
 typedef struct {
-    const Operation *operations; /* first those that make features of states, then those of a step */
+    const Operation *operations; /* `fuse_count` from STATES to FEATURES, then `step_count` of a draft step */
     int64_t fuse_count, step_count;
     const Layer *layers;
     int64_t layer_count;
     const int64_t *widths; /* [buffers]: columns of each */
     int64_t buffers;
-    int64_t head, feature; /* buffers: what the output head reads, and what the next step reads as its features */
-    int64_t hidden;        /* the buffer of the residual stream behind all layers */
-    Matrix output;
-    const int64_t *offsets; /* [draft vocabulary] or NULL */
+    int64_t head, feature; /* buffers: input of the LM head, and features of the next step */
+    int64_t hidden;        /* buffer: the residual stream after all layers */
+    Matrix output;         /* the LM head */
+    const int64_t *offsets; /* [draft vocabulary] from draft id to target id, or NULL */
 } Program;
 
 static void copy_rows(float *to, int64_t to_stride, const float *from, int64_t from_stride, int64_t rows,
@@ -77,7 +76,7 @@ static int32_t run(const Program *program, int64_t first, int64_t last, const Pa
     return 0;
 }
 
-/* Memory for all buffers of `rows` rows that are not `given`, and `more` floats; NULL where it is wanting. */
+/* Allocate all buffers of `rows` rows that are not `given`, and `more` floats at *rest; NULL if that fails. */
 static float *allocate(const Program *program, int64_t rows, float *const *given, float **buffers, int64_t more,
                        float **rest) {
     int64_t total = (more + 31) / 16 * 16;
@@ -109,8 +108,8 @@ static float norm(const float *row, int64_t size) {
     return sqrtf(squares);
 }
 
-/* Each draft is the likeliest token, or drawn where `draws`, unless NULL, says so. norms [batch, depth + 1]: of the
-   hidden states behind each draft, and of what the head read for the last. */
+/* `Drafter.draft_chain`: each draft is the most likely token, or sampled where `draws` (or NULL) says so.
+   norms [batch, depth + 1]: of the hidden states at each draft step, and of the head's input at the last. */
 int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps, const Draws *draws, float *states,
                      const int64_t *tokens, const int64_t *last_rows, int64_t depth, int64_t *drafts,
                      float *confidence, float *norms, int threads) {
@@ -121,7 +120,7 @@ int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps
     float *memory =
         allocate(program, pass->tokens > batch ? pass->tokens : batch, given, buffers, batch * (vocab + width), &rest);
     if (!memory) return 1;
-    float *logits = rest, *read = rest + batch * vocab; /* by the head */
+    float *logits = rest, *read = rest + batch * vocab; /* input of the LM head */
     const float *head = buffers[program->head], *feature = buffers[program->feature];
     const float *hidden = buffers[program->hidden];
     int32_t failed = run(program, 0, end, pass, tokens, buffers, threads);

@@ -1,12 +1,12 @@
-/* What a round does to rows outside its layers: choices, and the bookkeeping at both ends.
-   The kernels of the same names (`fledge.kernels`) call these and tell what they compute: tensors first, then sizes. */
+/* Operations of a round outside the models: choosing tokens, and the bookkeeping before and after. They are called,
+   with tensors first and sizes last, by the kernels of the same names in `fledge.kernels`, which document them. */
 #include "rows.h"
 
 #include <math.h>
 
 #include "vectors.h"
 
-/* The first of the largest; as for torch, what is not a number is larger than any. */
+/* The index of the first largest; as in torch, NaN is larger than any number. */
 static int64_t argmax(const float *x, int64_t size) {
     vec peaks = (vec){0} - INFINITY;
     int64_t i = 0;
@@ -48,7 +48,7 @@ void fledge_argmax_rows(const float *logits, const int64_t *offsets, int64_t *ou
 
 void fledge_first_largest(const float *x, float *values, int64_t *indices, int64_t rows, int64_t size, int64_t count) {
     for (int64_t row = 0; row < rows; row++, x += size, values += count, indices += count) {
-        float least = -INFINITY; /* that a value must exceed once there are enough */
+        float least = -INFINITY; /* the smallest of the `count` values kept so far */
         for (int64_t i = 0; i < size; i++) {
             if (i >= count && !(x[i] > least)) continue;
             float value = x[i] == x[i] ? x[i] : -INFINITY;

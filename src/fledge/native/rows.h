@@ -1,4 +1,4 @@
-/* What a round does to rows outside its layers. */
+/* Operations of a round outside the models. */
 #ifndef FLEDGE_ROWS_H
 #define FLEDGE_ROWS_H
 
@@ -6,12 +6,12 @@
 
 #define PADDING (-1)
 
-/* out [rows]: the first of the largest of each row, plus its offset if there are any; confidence [rows] or NULL: its
-   probability under the row's softmax. */
+/* out [rows]: the index of the first largest of each row, plus its offset if there are any; confidence [rows] or NULL:
+   its probability under the row's softmax. */
 void fledge_argmax_rows(const float *logits, const int64_t *offsets, int64_t *out, float *confidence, int64_t rows,
                         int64_t vocab, int threads);
 
-/* values, indices [rows, count]: the largest of each row, equals in order; what is not a number is the smallest. */
+/* Top-k: values, indices [rows, count] of the largest of each row, equal ones by index; NaN counts as -inf. */
 void fledge_first_largest(const float *x, float *values, int64_t *indices, int64_t rows, int64_t size, int64_t count);
 
 static inline int64_t slot_at(const int32_t *table, int64_t max_blocks, int64_t position, int64_t block_size) {

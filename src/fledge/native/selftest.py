@@ -1,4 +1,4 @@
-"""Whether a library that was just loaded computes what torch does: a miscompiled one would change texts unnoticed."""
+"""A self-test of a library that was just loaded, against torch: a miscompiled one would change outputs unnoticed."""
 
 import ctypes
 from typing import Any
@@ -13,28 +13,28 @@ from fledge.kernels.quantized_linear import INT4_OFFSET, Kind, QuantizedWeight, 
 from fledge.kernels.rope_store import rotate
 from fledge.kernels.swiglu import swiglu
 from fledge.native.bindings import struct, struct_type
-from fledge.native.panels import FLOATS, HALVES, quantized_panels
+from fledge.native.panels import BFLOAT16, FLOAT32, quantized_panels
 
-# Odd sizes: every loop has a rest.
+# Odd sizes, so that every vectorised loop has a remainder.
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _DIM = 40, 38, 4, 2, 12
 _CONTEXT, _ROWS, _BLOCK = 21, 7, 5
 _EPS = 1e-5
 _FACTOR = 0.75  # on what is added to the residual stream
-# Of seed 0 at 0 (the first known answer of Philox4x32-10) and of seed -5 at 3 << 33, of the first stream.
+# Philox4x32-10, stream 0: seed 0 at position 0 (its first known answer), and seed -5 at position 3 << 33.
 _UNIFORMS = [0.3990464708489645, 0.6384416703370993]
 
 
 def check(library: ctypes.CDLL) -> None:
-    """Raise OSError where results are not torch's, or where a row's bits depend on its company. Takes milliseconds."""
+    """Raise OSError if results differ from torch's, or bits of a row depend on the batch. Takes milliseconds."""
     source = torch.Generator("cpu").manual_seed(0)
     for is_bfloat16 in (False, True):
         layer = _Layer(library, source, is_bfloat16)
         cache = _random(source, 2, _CONTEXT + _ROWS, _KV_HEADS, _DIM)
         stream = _random(source, _ROWS, _HIDDEN)
-        found = layer.natively(stream, cache.clone(), _CONTEXT)
-        if not torch.allclose(found, layer.by_torch(stream, cache), rtol=1e-4, atol=1e-4):
+        found = layer.run_native(stream, cache.clone(), _CONTEXT)
+        if not torch.allclose(found, layer.run_torch(stream, cache), rtol=1e-4, atol=1e-4):
             raise OSError("a decoder layer fails its self-test (miscompiled?)")
-        alone = [layer.natively(stream[i : i + 1], cache, _CONTEXT + i) for i in range(_ROWS)]
+        alone = [layer.run_native(stream[i : i + 1], cache, _CONTEXT + i) for i in range(_ROWS)]
         if not torch.equal(torch.cat(alone), found):
             raise OSError("a row's bits depend on its company in the self-test (miscompiled?)")
     _check_quantized(library, source)
@@ -53,7 +53,7 @@ def check(library: ctypes.CDLL) -> None:
 
 
 def _check_drawing(library: ctypes.CDLL, source: torch.Generator) -> None:
-    """Tokens that are drawn, and drafts that are judged, are those that probabilities in float64 say."""
+    """Check sampling and rejection sampling against probabilities in float64."""
     numbers = torch.empty(2, dtype=torch.float64)
     library.fledge_philox_uniforms(torch.tensor([0, -5]), torch.tensor([0, 3 << 33]), numbers, 2, 0)
     if numbers.tolist() != _UNIFORMS:
@@ -74,7 +74,7 @@ def _check_drawing(library: ctypes.CDLL, source: torch.Generator) -> None:
     library.fledge_draw_rows(*given, _middle(p, wanted), found, None, *sizes, threads)
     if not torch.equal(found, wanted):
         raise OSError("the drawing of tokens fails its self-test (miscompiled?)")
-    # Two drafts each: the first of the one falls, those of the other stand.
+    # Two drafts each: the first request's first draft is rejected, the second request's are both accepted.
     q, drafts = p.view(2, 3, -1)[:, :2].flip(0).float().contiguous(), torch.tensor([[700, 701], [0, 0]])
     q[0, 0, 700], drafts[1] = 1.0, wanted[3:5]
     above = (p[:1] - q[0, :1]).clamp(min=0)
@@ -90,15 +90,15 @@ def _check_drawing(library: ctypes.CDLL, source: torch.Generator) -> None:
 
 
 def _middle(weights: Tensor, tokens: Tensor) -> Tensor:
-    """The random numbers [rows] in the middle of those by which these tokens are drawn."""
+    """The uniforms [rows] in the middle of the intervals in which these tokens are sampled."""
     upper, own = (one.gather(1, tokens[:, None]).squeeze(1) for one in (weights.cumsum(-1), weights))
     return (upper - own / 2) / weights.sum(-1)
 
 
 def _check_quantized(library: ctypes.CDLL, source: torch.Generator) -> None:
-    """Products with a matrix in fewer bits are those with the same one in float32, and a row's are its own.
+    """Check products with quantised weights against the dequantised weight in float32, and batch invariance.
 
-    With `fp8` x is rounded too.
+    With `fp8`, x is quantised too.
     """
     rows, columns, group = 37, 24, 8
     scales = _random(source, rows, columns // group).abs()
@@ -114,13 +114,13 @@ def _check_quantized(library: ctypes.CDLL, source: torch.Generator) -> None:
         panels = quantized_panels(weight, library.fledge_lanes(), paired=False)
         plain = torch.zeros(len(panels.words) * columns * 2 * library.fledge_lanes())
         sizes = {"columns": rows, "size": columns}
-        dense = struct("Matrix", panels=plain, codes=FLOATS, **sizes)
+        dense = struct("Matrix", panels=plain, weight_type=FLOAT32, **sizes)
         library.fledge_pack(dense, dequantize(weight), plain)
         aligned = torch.zeros(panels.words.numel() + 16, dtype=torch.int32)
         aligned = aligned[-aligned.data_ptr() % 64 // 4 :][: panels.words.numel()].copy_(panels.words.flatten())
-        held = {**panels.tensors(), "panels": aligned, "codes": panels.codes, "group": panels.group}
-        quantized = struct("Matrix", **sizes, **held, rounds_x=kind == "fp8")
-        rounded = quantize_rows_reference(x).decoded() if kind == "fp8" else x
+        held = {**panels.tensors(), "panels": aligned, "weight_type": panels.weight_type, "group": panels.group}
+        quantized = struct("Matrix", **sizes, **held, quantizes_input=kind == "fp8")
+        rounded = quantize_rows_reference(x).dequantized() if kind == "fp8" else x
         found = [torch.empty(_ROWS, rows) for _ in range(2)]
         for matrix, given, out in zip((dense, quantized), (rounded, x), found, strict=True):
             library.fledge_linear(matrix, given, columns, _ROWS, out, torch.get_num_threads())
@@ -138,7 +138,7 @@ def _random(source: torch.Generator, *shape: int) -> Tensor:
 
 
 class _Layer:
-    """A decoder layer of random weights over one sequence, in C and in torch."""
+    """A decoder layer with random weights for one sequence, in C and in torch."""
 
     def __init__(self, library: ctypes.CDLL, source: torch.Generator, is_bfloat16: bool) -> None:
         self.library = library
@@ -161,7 +161,7 @@ class _Layer:
         weight = self.weights[name]
         sizes = {"columns": weight.shape[0], "size": weight.shape[1]}
         kind = {
-            "codes": HALVES if is_bfloat16 else FLOATS,
+            "weight_type": BFLOAT16 if is_bfloat16 else FLOAT32,
             "paired": name == "gate_up",
             "bias": self.bias if name == "qkv" else None,
             "factor": _FACTOR,
@@ -173,8 +173,8 @@ class _Layer:
         self.library.fledge_pack(packed, weight, memory)
         return packed
 
-    def natively(self, stream: Tensor, cache: Tensor, context: int) -> Tensor:
-        """Return the stream after the layer; its keys and values are put into cache [2, tokens, KV heads, size]."""
+    def run_native(self, stream: Tensor, cache: Tensor, context: int) -> Tensor:
+        """Return the stream after the layer. Writes keys and values to cache [2, tokens, KV heads, size]."""
         rows, blocks = len(stream), -(-cache.shape[1] // _BLOCK)
         table = torch.arange(blocks, dtype=torch.int32).flip(0)
         padded = F.pad(cache, (0, 0, 0, 0, 0, blocks * _BLOCK - cache.shape[1]))
@@ -204,7 +204,7 @@ class _Layer:
         cache.copy_(paged.flip(1).flatten(1, 2)[:, : cache.shape[1]])
         return out
 
-    def by_torch(self, stream: Tensor, cache: Tensor) -> Tensor:
+    def run_torch(self, stream: Tensor, cache: Tensor) -> Tensor:
         rows = len(stream)
         normed = F.rms_norm(stream, (_HIDDEN,), self.norms["input_norm"], _EPS)
         heads = F.linear(normed, self.weights["qkv"], self.bias).view(rows, -1, _DIM)

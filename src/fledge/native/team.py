@@ -1,16 +1,17 @@
-"""How many threads run: in a call of the library torch's number, or fewer while others are busy on the same cores;
-in torch's own operators, between such calls, one.
+"""Chooses the number of threads for calls of the library and for torch's operators between them.
 
-The threads of a pass wait for each other some two hundred times. Where somebody else's work takes a core from one of
-them, all the others wait until it has it back, and a team is slower than one thread would be. So the library counts how
-long its threads slept at barriers (on idle cores they hardly do), and where that is most of the time, twice in a row,
-the next calls get half as many. The larger team is tried again after a pause, many times as long as it then kept
-everybody waiting, and longer each time in vain. A row's bits do not depend on the number of threads.
+The library uses as many as torch, or fewer while other processes use the same cores; torch's operators use one.
 
-torch's operators know nothing of that, and wait busily. Where models run in the library, what is left to torch takes
-microseconds: with a second thread, beside neighbours, it took more than all layers. OpenMP, which the library shares
-with torch, is told so for the thread that asks. `torch.set_num_threads` would hold for every thread that begins
-meanwhile too, another engine's or the user's own, and for good.
+The threads of a pass meet at some two hundred barriers. If another process takes a core from one of them, all others
+wait, and several threads are slower than one. So the library measures how long its threads sleep at barriers (on idle
+cores they hardly do). If that is most of the time in two windows in a row, the next calls use half as many threads. The
+larger number is tried again after a pause, a multiple of the time that the slow windows took, which doubles with each
+failed attempt. Bits of a row do not depend on the number of threads.
+
+torch's operators spin while they wait. Where models run in the library, those that are left take microseconds, but with
+a second thread on busy cores they took longer than all layers. So `torch_alone` sets OpenMP's number of threads, which
+library and torch share, for the calling thread. `torch.set_num_threads` would affect threads that start meanwhile too
+(another engine's or the user's own), permanently.
 """
 
 import ctypes
@@ -25,25 +26,25 @@ import torch
 
 from fledge.native.library import required
 
-TOO_LONG = 0.6  # share of the time that one thread of a team may keep the others waiting
-WINDOW = 0.01  # seconds of calls that are judged together: a few turns of the system's scheduler
-# One alone is no neighbour: memory that is written for the first time has the threads wait for the system.
+MAX_WAIT = 0.6  # share of the time that threads may wait for the slowest one
+WINDOW = 0.01  # seconds of calls that are judged together: a few time slices of the scheduler
+# More than one, because page faults of memory that is written for the first time let threads wait too.
 LATE_WINDOWS = 2
-FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # before a larger team is tried again, in times of what it took to see it wait
+FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # before more threads are tried again, in multiples of the duration of late windows
 
 _log = logging.getLogger("fledge.native")
 
 
 class Team:
-    """The size of the next call's team."""
+    """Chooses the number of threads of the next call, from the waiting times of earlier ones."""
 
     def __init__(self) -> None:
-        self._alone = threading.local()  # torch's number of threads in those that are within `torch_alone`
+        self._alone = threading.local()  # `threads`: torch's number, while this thread is in `torch_alone`
         self._halvings = 0
         self._pause = FIRST_PAUSE
-        self._small_for = 0.0  # seconds of calls before the team may grow again
-        self._seconds = self._waited = 0.0  # of the calls that are not yet judged
-        self._late: list[float] = []  # seconds of the latest windows in a row in which threads waited too long
+        self._small_for = 0.0  # seconds of calls until the number of threads may grow again
+        self._seconds = self._waited = 0.0  # of the calls in the current window
+        self._late: list[float] = []  # durations of the latest consecutive windows in which threads waited too long
         self._has_said = False
 
     @property
@@ -52,7 +53,7 @@ class Team:
 
     @contextmanager
     def torch_alone(self) -> Iterator[None]:
-        threads = torch.get_num_threads()  # of this thread, like all that follows
+        threads = torch.get_num_threads()  # all of this is per thread
         if threads == 1:
             yield
             return
@@ -66,15 +67,15 @@ class Team:
             set_threads(threads)
 
     def observe(self, *, seconds: float, waited: float) -> None:
-        """Learn that a call of this size took `seconds`, and that all its threads together slept `waited`."""
+        """Record that a call with `size` threads took `seconds`, and that its threads slept `waited` in total."""
         self._seconds += seconds
-        self._waited += waited / max(self.size - 1, 1)  # where one is late, all others sleep
+        self._waited += waited / max(self.size - 1, 1)  # if one is late, all others sleep
         if self._seconds < WINDOW:
             return
-        if self._waited > TOO_LONG * self._seconds:
+        if self._waited > MAX_WAIT * self._seconds:
             self._late.append(self._seconds)
             if len(self._late) == LATE_WINDOWS:
-                self._give_way()
+                self._halve()
         else:
             self._late.clear()
             if self._halvings:
@@ -84,7 +85,7 @@ class Team:
                 self._pause = max(self._pause // 2, FIRST_PAUSE)
         self._seconds = self._waited = 0.0
 
-    def _give_way(self) -> None:
+    def _halve(self) -> None:
         self._small_for = self._pause * sum(self._late)
         self._late.clear()
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
@@ -94,21 +95,21 @@ class Team:
         self._halvings += 1
 
 
-_team = functools.cache(Team)  # one: cores are the whole process's
+_team = functools.cache(Team)  # one per process, because all threads share the cores
 
 
 def torch_alone() -> AbstractContextManager[None]:
-    """Let torch's operators run in this thread alone; its calls of the library have as many threads as they had."""
+    """Context manager: torch's operators use only the calling thread; calls of the library use as many as before."""
     return _team().torch_alone()
 
 
 @functools.cache
 def _slept() -> ctypes.c_int64:
-    return ctypes.c_int64.in_dll(required(), "fledge_slept")  # nanoseconds of all threads so far
+    return ctypes.c_int64.in_dll(required(), "fledge_slept")  # nanoseconds, summed over threads, so far
 
 
 def call(function: Callable[..., None], *arguments: object) -> None:
-    """Call a function of the library with these arguments and, as the last, the number of threads."""
+    """Call a function of the library with `arguments`, followed by the number of threads."""
     team, slept = _team(), _slept()
     begun, before = time.perf_counter(), slept.value
     function(*arguments, team.size)

@@ -1,11 +1,11 @@
-/* Draft trees between the passes of models. The kernels of the same names (`fledge.kernels`) call these. */
+/* Operations on draft trees between the models' passes. The kernels of the same names in `fledge.kernels` call them. */
 #include "rows.h"
 
 #include <math.h>
 
 #define MOST 64 /* rows of a tree, or of a level */
 
-/* Old numbers and masks are NULL at the root. */
+/* old_numbers and old_masks are NULL at the root. */
 void fledge_grow_trees(const float *logprobs, const int64_t *top, int64_t *tokens, int64_t *parents, int64_t *depths,
                        float *scores, const int64_t *old_numbers, const int64_t *old_masks, int64_t *numbers,
                        int64_t *masks, int64_t *next_tokens, int64_t *origins, int64_t *positions, int64_t *slots,
@@ -44,7 +44,7 @@ void fledge_rank_trees(const int64_t *rows, const int64_t *tokens, const int64_t
         int64_t *masks = tree_masks + rows[tree] * masks_stride;
         float values[MOST];
         fledge_first_largest(scores + base, values, kept, 1, total, nodes);
-        for (int64_t i = 1; i < nodes; i++) /* back in order of number: parents first */
+        for (int64_t i = 1; i < nodes; i++) /* sort by number: parents first */
             for (int64_t j = i; j > 0 && kept[j] < kept[j - 1]; j--) {
                 int64_t other = kept[j];
                 kept[j] = kept[j - 1];

@@ -1,7 +1,7 @@
-/* Vectors of floats of the width that the machine has, in the extension that GCC and Clang share.
+/* SIMD vectors of floats with the machine's width, in the vector extension of GCC and Clang.
 
-   Everything here computes each number the same way whatever stands beside it. So a row of a batch has the same bits
-   alone and in company, and verifying a draft is, to the last bit, decoding the token.
+   Every result is computed by the same operations in the same order whatever the batch, so bits of a row do not depend
+   on the other rows: verifying a draft gives the same bits as decoding the token.
 */
 #ifndef FLEDGE_VECTORS_H
 #define FLEDGE_VECTORS_H
@@ -31,7 +31,7 @@ INLINE vec load(const float *at) {
 
 INLINE void store(float *at, vec x) { memcpy(at, &x, sizeof x); }
 
-/* The first `count` floats, zeros after them. */
+/* Load `count` floats, followed by zeros. */
 INLINE vec load_part(const float *at, int64_t count) {
     vec x = {0};
     if (count >= LANES) return load(at);
@@ -58,7 +58,7 @@ INLINE float sum_of(vec x) {
     return parts[0];
 }
 
-/* a0 b0 a1 b1 ... as two vectors. */
+/* a0 b0 a1 b1 ... in two vectors. */
 INLINE void interleave(vec a, vec b, vec *both) {
 #if LANES == 16
     both[0] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -72,18 +72,18 @@ INLINE void interleave(vec a, vec b, vec *both) {
 #endif
 }
 
-/* e^x to two units in the last place; exactly 0 below -87.3, NaN for NaN. */
+/* e^x within 2 ulp; exactly 0 below -87.3; NaN for NaN. */
 INLINE vec exp_vec(vec x) {
     const vec lowest = {0}, highest = lowest + 88.3f;
-    ivec vanishes = x < (lowest - 87.3f);
+    ivec underflows = x < (lowest - 87.3f);
     x = select_vec(x > highest, highest, x);
-    x = select_vec(vanishes, lowest, x);
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
-    vec turns = x * 1.44269504f + shift;
-    ivec power = ((ivec)turns - 0x4B400000 + 127) << 23;
-    turns -= shift;
-    vec rest = x - turns * 0.693145752f;
-    rest -= turns * 1.42860677e-6f;
+    x = select_vec(underflows, lowest, x);
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    vec power_of_two = x * 1.44269504f + shift;
+    ivec power = ((ivec)power_of_two - 0x4B400000 + 127) << 23;
+    power_of_two -= shift;
+    vec rest = x - power_of_two * 0.693145752f;
+    rest -= power_of_two * 1.42860677e-6f;
     vec sum = rest * (1.0f / 5040) + (1.0f / 720);
     sum = sum * rest + (1.0f / 120);
     sum = sum * rest + (1.0f / 24);
@@ -91,15 +91,14 @@ INLINE vec exp_vec(vec x) {
     sum = sum * rest + 0.5f;
     sum = sum * rest + 1.0f;
     sum = sum * rest + 1.0f;
-    return select_vec(vanishes, lowest, sum * (vec)power);
+    return select_vec(underflows, lowest, sum * (vec)power);
 }
 
-/* What part of `count` pieces of work one of `threads` threads has. */
-INLINE void share(int64_t count, int thread, int threads, int64_t *first, int64_t *last) {
+/* The range of `count` items that belongs to `thread` of `threads`. */
+INLINE void thread_range(int64_t count, int thread, int threads, int64_t *first, int64_t *last) {
     *first = count * thread / threads;
     *last = count * (thread + 1) / threads;
 }
-
 
 #ifdef _OPENMP
 #include <omp.h>

@@ -35,7 +35,7 @@ def spawn(commands: int, outputs: int, *, on_gpu: bool) -> Any:
     # Not with -m: pickled messages would refer to classes of `__main__`.
     # With -P: nothing is imported from the working directory, which may contain a checkpoint's code.
     here = str(Path(__file__).parents[2])
-    early = "from fledge.early_cuda import begin_cuda; begin_cuda(); " if on_gpu else ""
+    early = "from fledge.early_cuda import start_cuda_init; start_cuda_init(); " if on_gpu else ""
     # Garbage collection is off until `main` enables it. SIGINT is handled by the parent.
     code = "import gc, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); gc.disable(); "
     code += f"sys.path.append({here!r}); {early}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import is_supported_target, load_target, read_target_config, rope_of_any
+from fledge.checkpoints.target import is_supported_target, load_target, read_rope_with_fallback, read_target_config
 from fledge.devices import DTYPES
 from fledge.errors import CheckpointError, describe
 from fledge.layers.config import LayerConfig
@@ -212,7 +212,7 @@ def _foreign_config(directory: Path, *, trust_remote_code: bool) -> TargetConfig
         num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
         head_dim=number("head_dim", default=hidden // heads),
         norm_eps=float(number("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6)),
-        rope=rope_of_any(ConfigFields(values, str(directory / "config.json"))),
+        rope=read_rope_with_fallback(ConfigFields(values, str(directory / "config.json"))),
     )
     if (layers := number("num_hidden_layers", "n_layer")) > MAX_LAYERS:
         raise CheckpointError(f"{directory / 'config.json'}: {layers} layers, expected at most {MAX_LAYERS}")

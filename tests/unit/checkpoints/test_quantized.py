@@ -17,7 +17,7 @@ from fledge.checkpoints.target import describe_quantization, load_target, save_t
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.errors import CheckpointError, ConfigError
-from fledge.layers.block import attentions, code_early
+from fledge.layers.block import attentions, fuse_input_quantization
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
@@ -69,11 +69,15 @@ def test_activations_that_are_rounded_early_are_the_same(target: Path, tmp_path:
         model = load_target(tmp_path / name)
         positions = torch.arange(9)[None]
         expected = model(positions, positions, DenseCache(CONFIG.num_layers).extend(positions)).final
-        code_early(model)
+        fuse_input_quantization(model)
         layer = model.layers[0]
-        coded = {layer.input_layernorm.coded, layer.post_attention_layernorm.coded, layer.mlp.coded}
-        assert coded == {name == "ct-fp8-dynamic"}
-        assert not model.norm.coded
+        quantized = {
+            layer.input_layernorm.quantizes_output,
+            layer.post_attention_layernorm.quantizes_output,
+            layer.mlp.quantizes_intermediate,
+        }
+        assert quantized == {name == "ct-fp8-dynamic"}
+        assert not model.norm.quantizes_output
         found = model(positions, positions, DenseCache(CONFIG.num_layers).extend(positions)).final
         assert torch.equal(found, expected)
 

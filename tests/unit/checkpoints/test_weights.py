@@ -210,10 +210,10 @@ def test_weights_in_pieces_from_several_threads_are_the_weights(
 
 
 def test_a_target_loaded_from_several_threads_is_the_same(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_threads(make: Callable[[str], Any], of: Any, device: Any) -> Any:  # noqa: ARG001 - as if it were a GPU
+    def map_in_threads(make: Callable[[str], Any], of: Any, device: Any) -> Any:  # noqa: ARG001 - as if it were a GPU
         with ThreadPoolExecutor(4) as threads:
             return list(threads.map(make, of))
 
     expected = logits_of(load_target(target))
-    monkeypatch.setattr(weights, "in_threads", in_threads)
+    monkeypatch.setattr(weights, "map_in_threads", map_in_threads)
     assert torch.equal(logits_of(load_target(target)), expected)

@@ -36,7 +36,7 @@ from tests.unit.kernels.references import paged_attention_reference, rope_and_st
 rms_norm_triton, add_rms_norm_triton = in_triton(norming.rms_norm), in_triton(norming.add_rms_norm)
 draft_input_triton, swiglu_triton = in_triton(norming.draft_input), in_triton(gating.swiglu)
 argmax_rows_triton = in_triton(choosing.argmax_rows)
-likeliest_rows_triton = in_triton(choosing.likeliest_rows)
+likeliest_rows_triton = in_triton(choosing.argmax_with_probability)
 accept_chain_triton, accept_greedy_triton = in_triton(accepting.accept_chain), in_triton(accepting.accept_greedy)
 paged_prefill_attention_triton = in_triton(paged_prefill_attention)
 uniform_triton = in_triton(uniform)

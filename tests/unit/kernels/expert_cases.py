@@ -154,7 +154,7 @@ def coded_experts(
     wide = dequantize(gate_up).view(*sizes[0], hidden), dequantize(down).view(*sizes[1], size)
 
     def rounded(rows: Tensor, input_scale: Tensor | None) -> Tensor:
-        return rows if activations is None else quantize_rows_reference(rows, input_scale).decoded()
+        return rows if activations is None else quantize_rows_reference(rows, input_scale).dequantized()
 
     exact = defined(
         rounded(x, gate_up.input_scale),

@@ -68,7 +68,7 @@ def quantized_linear(
         x, bias = randn(max(counts), size, dtype=dtype, device=device), randn(columns, dtype=dtype, device=device)
         rounded = x
         if weight.activations is not None:
-            rounded = quantize_rows_reference(x, weight.input_scale).decoded()
+            rounded = quantize_rows_reference(x, weight.input_scale).dequantized()
         exact = F.linear(rounded.double(), dequantize(weight).double(), bias.double())
         multiply = in_triton(functools.partial(multiplying.quantized_linear, invariant=True))
         whole = multiply(x, weight, bias)

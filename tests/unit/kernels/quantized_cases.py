@@ -17,8 +17,8 @@ from fledge.kernels.fragment_linear import (
     choose_launch,
     fragment_linear_triton,
 )
-from fledge.kernels.quantize_rows import CodedRows, quantize_rows_reference
-from fledge.kernels.quantized_linear import Activations, Kind, QuantizedWeight, dequantize, for_gpu, pack_halves
+from fledge.kernels.quantize_rows import QuantizedRows, quantize_rows_reference
+from fledge.kernels.quantized_linear import Activations, Kind, QuantizedWeight, dequantize, pack_halves, to_gpu_layout
 from tests.unit.kernels.cases import EPS, INTERPRETED, UNIT, close, randn
 from tests.unit.kernels.interpreter import in_triton
 
@@ -72,7 +72,7 @@ def quantized(
         activations=activations,
         input_scale=torch.tensor(0.007, device=device) if activations == "tensor" else None,
     )
-    return weight if is_stored else for_gpu(weight)
+    return weight if is_stored else to_gpu_layout(weight)
 
 
 def launches(weight: QuantizedWeight) -> list[tuple[int, QuantizedLaunch]]:
@@ -172,7 +172,7 @@ def decoded_rows(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     """To the last bit on a GPU; the interpreter rounds to bfloat16 in another way."""
     coded = quantize_rows_reference(randn(rows, size, dtype=dtype, device=device))
     expected = (coded.codes.float() * coded.scales).to(dtype)
-    close(in_triton(CodedRows.decoded)(coded), expected, 1 if INTERPRETED else 0)
+    close(in_triton(QuantizedRows.dequantized)(coded), expected, 1 if INTERPRETED else 0)
 
 
 def coded_results(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
@@ -184,23 +184,23 @@ def coded_results(rows: int, size: int, dtype: torch.dtype, device: str) -> None
     x, residual = (randn(rows, size, dtype=dtype, device=device) for _ in range(2))
     weight, gate_up = randn(size, dtype=dtype, device=device), randn(rows, 2 * size, dtype=dtype, device=device)
     same_codes = equal_codes if INTERPRETED else close_codes
-    found = in_triton(norming.coded_rms_norm)(x, weight, EPS)
+    found = in_triton(norming.quantized_rms_norm)(x, weight, EPS)
     same_codes(found, quantize_rows_reference(in_triton(norming.rms_norm)(x, weight, EPS)))
-    found, total = in_triton(norming.coded_add_rms_norm)(x, residual, weight, EPS)
+    found, total = in_triton(norming.quantized_add_rms_norm)(x, residual, weight, EPS)
     normed, expected = in_triton(norming.add_rms_norm)(x, residual, weight, EPS)
     assert torch.equal(total, expected)
     same_codes(found, quantize_rows_reference(normed))
     gated = in_triton(gating.swiglu)(gate_up)
-    same_codes(in_triton(gating.coded_swiglu)(gate_up), quantize_rows_reference(gated))
+    same_codes(in_triton(gating.quantized_swiglu)(gate_up), quantize_rows_reference(gated))
 
 
-def equal_codes(found: CodedRows, expected: CodedRows) -> None:
+def equal_codes(found: QuantizedRows, expected: QuantizedRows) -> None:
     assert found.dtype == expected.dtype
     assert torch.equal(found.scales, expected.scales)
     assert torch.equal(found.codes.float(), expected.codes.float())
 
 
-def close_codes(found: CodedRows, expected: CodedRows) -> None:
+def close_codes(found: QuantizedRows, expected: QuantizedRows) -> None:
     """Of rows whose numbers may differ by a unit in the last place: so do scales, and a code here and there by one."""
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found.scales, expected.scales, rtol=2 * UNIT[found.dtype], atol=0.0)

@@ -18,7 +18,7 @@ from fledge.engine.admission import NO_BUDGETS
 from fledge.engine.config import EngineConfig
 from fledge.engine.graphs import make_graphs
 from fledge.kernels.experts import choose_launch
-from fledge.kernels.quantized_linear import as_stored, dequantize, for_gpu
+from fledge.kernels.quantized_linear import dequantize, to_gpu_layout, to_stored_layout
 from fledge.layers.config import ExpertsConfig
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.linear import RMSNorm
@@ -60,9 +60,9 @@ def test_experts_in_codes_are_run_at_once_as_they_are_one_by_one(width: Width, k
     few, many = torch.randn(2, 3, 64), torch.randn(40, 64)
     expected = mlp(few), mlp(many)
     before = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
-    with mock.patch("fledge.kernels.experts.MANY_PAIRS", 24), mock.patch.object(mlp, "_one_by_one") as one_by_one:
+    with mock.patch("fledge.kernels.experts.MANY_PAIRS", 24), mock.patch.object(mlp, "_run_each") as run_each:
         found = in_triton(mlp)(few), in_triton(mlp)(many)
-    assert not one_by_one.called
+    assert not run_each.called
     torch.testing.assert_close(found, expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in mlp.state_dict().items())
     weight = mlp._stack()["down_proj"][0]
@@ -114,7 +114,7 @@ def test_targets_with_experts_in_codes(name: str, width: Width) -> None:
     with ExitStack() as patches:
         for mlp in layers:
             patches.enter_context(mock.patch.object(mlp, "forward", in_triton(mlp.forward)))
-            patches.enter_context(mock.patch.object(mlp, "_sum_of_groups", side_effect=AssertionError))
+            patches.enter_context(mock.patch.object(mlp, "_run_sorted", side_effect=AssertionError))
         found = logits()
     torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
 
@@ -141,7 +141,7 @@ def test_a_layer_that_is_to_be_invariant_asks_for_such_products() -> None:
             mock.patch("fledge.layers.mlp.routed_experts", return_value=x) as routed,
             mock.patch("fledge.layers.mlp.add_norm_router", return_value=(x, x, mlp.gate(x))) as together,
         ):
-            in_triton(mlp.after_norm)(norm, x, x)
+            in_triton(mlp.norm_and_forward)(norm, x, x)
         assert routed.call_args.kwargs["invariant"] == wanted
         assert together.called != wanted
 
@@ -150,9 +150,9 @@ def test_a_layer_that_is_to_be_invariant_asks_for_such_products() -> None:
 def test_what_a_gpu_laid_anew_can_be_laid_as_it_was(case: Case) -> None:
     kind, group, with_zeros = case
     stored = quantized(kind, 32, 256, group, with_zeros=with_zeros, device="cpu", is_stored=True)
-    laid = for_gpu(stored)
+    laid = to_gpu_layout(stored)
     assert laid.in_fragments
-    again = as_stored(laid)
+    again = to_stored_layout(laid)
     assert not again.in_fragments
     assert torch.equal(again.codes.view(torch.uint8), stored.codes.view(torch.uint8))
     assert torch.equal(dequantize(again), dequantize(stored))

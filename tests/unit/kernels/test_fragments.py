@@ -7,7 +7,7 @@ import torch
 
 from fledge.kernels._fragments import fragment_assembly, from_fragments, to_fragments
 from fledge.kernels.fragment_linear import QuantizedLaunch, choose_invariant_launch, choose_launch
-from fledge.kernels.quantized_linear import Kind, QuantizedWeight, code_values, dequantize, for_gpu
+from fledge.kernels.quantized_linear import Kind, QuantizedWeight, code_values, dequantize, to_gpu_layout
 from tests.unit.kernels.quantized_cases import KINDS, quantized
 
 
@@ -31,11 +31,11 @@ def test_a_thread_has_the_bytes_of_its_fragment_side_by_side():
 def test_the_layout_for_a_gpu_is_the_same_matrix(kind: Kind, group: int | None, with_zeros: bool):
     torch.manual_seed(0)
     stored = quantized(kind, 32, 256, group, with_zeros=with_zeros, device="cpu", is_stored=True)
-    tiled = for_gpu(stored)
+    tiled = to_gpu_layout(stored)
     assert tiled.in_fragments
     assert not torch.equal(tiled.codes.view(torch.uint8), stored.codes.view(torch.uint8))
     assert torch.equal(dequantize(tiled), dequantize(stored))
-    assert for_gpu(tiled).codes is tiled.codes
+    assert to_gpu_layout(tiled).codes is tiled.codes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -27,7 +27,7 @@ BIASED = replace(TINY_LAYER, qkv_bias=True, output_bias=True, qk_norm=True)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every layer that may fuses, as on Hopper; returns what was fused."""
+    """Every layer that can be fused, as on Hopper; returns what was fused."""
     seen: list[str] = []
 
     def recorded(x: Tensor, weight: Tensor, bias: Tensor | None = None, **given: object) -> Tensor:
@@ -105,7 +105,7 @@ def test_many_rows_and_batch_invariant_layers_stay_as_they_are(calls: list[str])
     for module in target.modules():
         if isinstance(module, block.Linear):
             module.batch_invariant = True
-    assert not block.fuses(
+    assert not block.can_run_fused(
         torch.zeros(1, 32), target.layers[0].self_attn, target.layers[0].mlp, target.layers[0].input_layernorm
     )
     assert not calls

@@ -43,12 +43,12 @@ def test_gpus_without_such_numbers_leave_rounding_to_torch(monkeypatch):
     x, weight = torch.randn(2, 64), torch.ones(64)
     for coded in (
         in_triton(quantize_rows.quantize_rows)(x),
-        in_triton(rms_norm.coded_rms_norm)(x, weight, 1e-6),
-        in_triton(rms_norm.coded_add_rms_norm)(x, x, weight, 1e-6)[0],
-        in_triton(swiglu.coded_swiglu)(x),
+        in_triton(rms_norm.quantized_rms_norm)(x, weight, 1e-6),
+        in_triton(rms_norm.quantized_add_rms_norm)(x, x, weight, 1e-6)[0],
+        in_triton(swiglu.quantized_swiglu)(x),
     ):
         assert coded.codes.dtype == torch.float8_e4m3fn
-        assert in_triton(coded.decoded)().dtype == torch.float32
+        assert in_triton(coded.dequantized)().dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def test_all_experts_at_once_are_what_they_are_one_by_one(kind: dict[str, Any]) 
     randomise(mlp, seed=3)
     grouped, ends = torch.randn(9, 8), torch.tensor([3, 3, 8, 9])
     numbers = torch.tensor([0, 0, 0, 2, 2, 2, 2, 2, 3])
-    expected = mlp._one_by_one(grouped, numbers, ends)
+    expected = mlp._run_each(grouped, numbers, ends)
     before = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
     join_weights(mlp)
-    torch.testing.assert_close(mlp._all_at_once(grouped, numbers, ends), expected)
+    torch.testing.assert_close(mlp._run_grouped_mm(grouped, numbers, ends), expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in mlp.state_dict().items())
     assert mlp.experts[2].down_proj.weight.data_ptr() == mlp._stack()["down_proj"][0][2].data_ptr(), "no second copy"

@@ -197,6 +197,13 @@ def test_a_compiler_that_fails(
     assert not list(cache.iterdir())
 
 
+@pytest.mark.parametrize("source", sorted(Path(module.__file__).parent.glob("*.c")), ids=lambda path: path.name)
+def test_sources_declare_every_function_they_call(source: Path) -> None:
+    """GCC 14 and Clang 16 refuse implicit declarations, which earlier compilers only warn of."""
+    command = ["cc", *FLAGS, "-march=native", "-fsyntax-only", "-Werror=implicit-function-declaration", str(source)]
+    subprocess.run(command, check=True)
+
+
 def test_a_compiler_with_arguments(compiled: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "env cc")
     assert library() is not None

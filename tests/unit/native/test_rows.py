@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fledge.kernels._triton import cpu_kernel, register_cpu_kernels
 from fledge.kernels.accept import accept_chain, accept_chain_reference, accept_greedy
-from fledge.kernels.argmax import argmax_rows, argmax_rows_reference, largest_probability, likeliest_rows
+from fledge.kernels.argmax import argmax_rows, argmax_rows_reference, argmax_with_probability, largest_probability
 from fledge.kernels.round_ends import open_round, settle_round
 from fledge.native import kernels_of
 from fledge.native.library import library, required
@@ -37,7 +37,7 @@ def test_the_first_of_the_largest(rows: int, vocab: int, values: int, has_offset
     offsets = torch.randint(0, 1000, (vocab,)) if has_offsets else None
     assert cpu_kernel("argmax_rows", logits, offsets) is not None
     assert torch.equal(argmax_rows(logits, offsets), argmax_rows_reference(logits, offsets))
-    chosen, confidence = likeliest_rows(logits, offsets)
+    chosen, confidence = argmax_with_probability(logits, offsets)
     assert torch.equal(chosen, argmax_rows_reference(logits, offsets))
     torch.testing.assert_close(confidence, largest_probability(logits), equal_nan=True)
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GPT2Config, GPTNeoXConfig, GraniteConfig
 
-from fledge.checkpoints.target import describe_quantization, load_target, rope_of_any, save_target
+from fledge.checkpoints.target import (
+    describe_quantization,
+    load_target,
+    read_rope_with_fallback,
+    save_target,
+)
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target.decoder import TargetStates
@@ -152,7 +157,7 @@ def test_rope_that_differs_by_kind_of_layer(tmp_path: Path) -> None:
 def test_rope_scaling_of_an_unknown_kind_keeps_its_theta() -> None:
     values = {"rope_parameters": {"rope_type": "proportional", "factor": 2.0, "rope_theta": 7e4}}
     with pytest.warns(CheckpointWarning, match="proportional"):
-        assert rope_of_any(ConfigFields(values, "config.json")).theta == 7e4
+        assert read_rope_with_fallback(ConfigFields(values, "config.json")).theta == 7e4
 
 
 def test_soft_capped_logits_are_refused(tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
-"""What all drafters share: the interface that drafting, training and the probe are written against.
+"""The interface of drafters, which drafting, training and the drift probe use.
 
-Row alignment, for a verified text x0 x1 x2 ... and the target's features h0 h1 h2 ...:
+Row alignment, for verified tokens x0 x1 x2 ... and the target's features h0 h1 h2 ...:
 
-    row t reads feature h_t and token x_{t+1}, sits at position t, and predicts x_{t+2}
+    row t reads feature h_t and token x_{t+1}, has position t, and predicts x_{t+2}
 
-so a drafter is always one token ahead of the target's feature. While drafting, the feature of the next row is the
-drafter's own output instead of the target's.
+so the token is one ahead of the feature. While drafting, the drafter's own output takes the place of the feature.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.argmax import likeliest_rows
+from fledge.kernels.argmax import argmax_with_probability
 from fledge.kernels.draw_drafts import DraftDraws, draw_drafts
 from fledge.kernels.round_ends import DraftPlaces
 from fledge.kernels.top_rows import top_rows
@@ -30,17 +29,17 @@ from fledge.models.target.decoder import TargetModel, TargetStates
 
 @dataclass(frozen=True, kw_only=True)
 class DraftStates:
-    """What a drafter computes for each row."""
+    """The outputs of a drafter for each row."""
 
-    head: Tensor  # [*lead, hidden]: what the head reads
-    feature: Tensor  # [*lead, hidden]: what the next draft step reads in place of a target feature
-    hidden: Tensor  # [*lead, hidden]: the residual stream behind all layers, before the final norm if there is one
+    head: Tensor  # [*lead, hidden]: input of the LM head
+    feature: Tensor  # [*lead, hidden]: input of the next draft step, in place of a target feature
+    hidden: Tensor  # [*lead, hidden]: the residual stream after all layers, before the final norm if there is one
 
 
 def state_norms(hidden: Sequence[Tensor], head: Tensor) -> Tensor:
-    """Norms [n, depth + 1] of the hidden states [n, hidden] behind each draft, and of what the head read for the last.
+    """L2 norms [n, depth + 1] of the hidden state [n, hidden] at each draft step, and of the head's input at the last.
 
-    How far a drafter's states grow with depth; what went wrong on the way to a draft shows as NaN.
+    They show how a drafter's states grow with depth; a NaN in a state gives a norm of NaN.
     """
     wide = torch.promote_types(head.dtype, torch.float32)
     norms: Tensor = torch.linalg.vector_norm(torch.stack([*hidden, head], dim=1), dim=-1, dtype=wide)
@@ -51,14 +50,14 @@ class DraftedChains(NamedTuple):
     """Drafts for `n` sequences."""
 
     tokens: Tensor  # [n, depth] int64
-    confidence: Tensor  # [n, depth] float32: the largest probability where each was chosen, whichever token that was
-    norms: Tensor  # [n, depth + 1]: `state_norms` behind them
+    confidence: Tensor  # [n, depth] float32: the drafter's largest probability at each step, even if another was drawn
+    norms: Tensor  # [n, depth + 1]: `state_norms`
 
 
 class DraftVocabulary(nn.Module):
-    """The frequent part of the target's vocabulary, so that the drafter's head is small. Maps draft ids to target ids.
+    """A reduced vocabulary of frequent tokens, which makes the drafter's head small. Maps draft ids to target ids.
 
-    Checkpoints store the map as offsets: `target_id = i + d2t[i]`.
+    Stored as offsets, as in checkpoints: `target_id = i + d2t[i]`.
     """
 
     d2t: Tensor
@@ -70,7 +69,7 @@ class DraftVocabulary(nn.Module):
 
     @classmethod
     def from_target_ids(cls, target_ids: Tensor, vocab_size: int) -> "DraftVocabulary":
-        """target_ids [draft_vocab]: the target id of each draft id, ascending."""
+        """Construct from target_ids [draft_vocab]: the target id of each draft id, ascending."""
         vocabulary = cls(len(target_ids), vocab_size)
         vocabulary.d2t.copy_(target_ids - torch.arange(len(target_ids)))
         return vocabulary
@@ -81,28 +80,28 @@ class DraftVocabulary(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @cached_property
-    def has_copies(self) -> bool:
-        """Whether several draft ids mean the same token, as in an enlarged pair. Asks the device, once."""
+    def has_duplicates(self) -> bool:
+        """Whether several draft ids map to one token, as `fledge bench inflate` makes them. Synchronises once."""
         return int(self.in_draft.sum()) < len(self.d2t)
 
     @property
     def in_draft(self) -> Tensor:
-        """Bool [vocab], called t2d in checkpoints: which target ids the drafter can propose."""
+        """Bool [vocab]: which target ids are in the draft vocabulary (`t2d` in checkpoints)."""
         mask = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.d2t.device)
         mask[self.target_ids] = True
         return mask
 
     def spread(self, draft_values: Tensor, fill: float = 0.0) -> Tensor:
-        """[*, draft_vocab] -> [*, vocab], with `fill` for tokens the drafter cannot propose."""
+        """Scatter [*, draft_vocab] to [*, vocab], with `fill` for tokens outside the draft vocabulary."""
         out = draft_values.new_full((*draft_values.shape[:-1], self.vocab_size), fill)
         out[..., self.target_ids] = draft_values
         return out
 
 
 class Drafter(nn.Module):
-    """Base of the EAGLE drafters. `embed_tokens` and `lm_head` may be the target's: see `share_with`."""
+    """Base class of EAGLE drafters. `embed_tokens` and `lm_head` may be shared with the target: see `share_with`."""
 
-    fc: Linear  # that joins what is read from the target
+    fc: Linear  # EAGLE-3: fuses aux states to a feature; EAGLE-1: joins embedding and feature
     layers: nn.ModuleList
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -115,7 +114,7 @@ class Drafter(nn.Module):
         self.logits_scaling = 1.0  # of a head that is the target's
 
     def share_with(self, target: TargetModel) -> None:
-        """Use the target's embedding and head where the drafter has none of its own."""
+        """Use the target's embedding and head if the drafter has none of its own."""
         if not self.config.own_embedding:
             self.embed_tokens = target.embed_tokens
         if not self.config.own_head:
@@ -123,18 +122,18 @@ class Drafter(nn.Module):
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        """The target layers whose inputs this drafter reads; empty when it reads the final hidden state."""
+        """The target layers whose inputs this drafter reads; empty if it reads the final hidden state (EAGLE-1)."""
         if self.config.architecture is Architecture.EAGLE1:
             return ()
         assert self.config.aux_layer_ids is not None, "resolve the config against its target first"
         return self.config.aux_layer_ids
 
     def fuse(self, states: TargetStates) -> Tensor:
-        """Target states [*lead, ...] -> features [*lead, hidden], once for each verified position."""
+        """Target states [*lead, ...] -> features [*lead, hidden]. Called once per verified position."""
         raise NotImplementedError
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
-        """tokens, positions [*lead]; features [*lead, hidden] from `fuse` or from the previous draft step."""
+        """One pass. tokens, positions [*lead]; features [*lead, hidden] from `fuse` or from the previous draft step."""
         raise NotImplementedError
 
     def draft_chain(
@@ -148,10 +147,10 @@ class Drafter(nn.Module):
         depth: int,
         draws: DraftDraws | None = None,
     ) -> DraftedChains:
-        """Read settled rows (states, tokens and positions, [rows] each), then draft from `last_rows` [n] of them.
+        """Read verified rows (states, tokens, positions: [rows]), then draft chains from rows `last_rows` [n].
 
-        Each of `depth` steps takes the likeliest token, or the one drawn in its place where `draws` says so, and the
-        largest probability there; `places` says where the steps after the first go.
+        Each of `depth` steps takes the most likely token, or a sampled one for requests for which `draws` asks it.
+        `places` has the cache slots of the steps after the first.
         """
         out = self(tokens, self.fuse(states), positions, storage)
         head = out.head[last_rows]
@@ -166,7 +165,7 @@ class Drafter(nn.Module):
                 head, feature = out.head, out.feature
                 hidden.append(out.hidden)
             logits = self.logits(head)
-            chosen, likely = self.likeliest_by(logits)
+            chosen, likely = self.top_token_from_logits(logits)
             if draws is not None:
                 draw_drafts(self.spread(logits), draws, step, chosen, likely)
             drafts.append(chosen)
@@ -184,22 +183,22 @@ class Drafter(nn.Module):
         out: Tensor = self.lm_head(head)
         return out if self.logits_scaling == 1 else out / self.logits_scaling
 
-    def likeliest(self, head: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, hidden] -> [n] both: the target id of the token that each row likes best, and its probability."""
-        return self.likeliest_by(self.logits(head))
+    def top_token(self, head: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, hidden] -> ([n], [n]): the target id of each row's most likely token, and its probability."""
+        return self.top_token_from_logits(self.logits(head))
 
-    def likeliest_by(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """`likeliest` of what `logits` gives."""
-        return likeliest_rows(logits, None if self.vocabulary is None else self.vocabulary.d2t)
+    def top_token_from_logits(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """`top_token` for logits [n, draft_vocab]."""
+        return argmax_with_probability(logits, None if self.vocabulary is None else self.vocabulary.d2t)
 
-    def likeliest_few(self, head: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """[n, hidden] -> [n, count] both: log-probabilities and target ids of the tokens each row likes best."""
+    def top_k_tokens(self, head: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """[n, hidden] -> ([n, count], [n, count]): log-probabilities and target ids of the most likely tokens."""
         logits, offsets = self.distinct_logits(head)
         return top_rows(logits, count, offsets)
 
     def distinct_logits(self, head: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[*lead, hidden] -> [*lead, n]: logits with one place for each token; what to add to a place for its id."""
-        if self.vocabulary is None or self.vocabulary.has_copies:
+        """[*lead, hidden] -> [*lead, n]: logits with each token once, and the offsets [n] from index to target id."""
+        if self.vocabulary is None or self.vocabulary.has_duplicates:
             return self.full_vocab_logits(head), None
         return self.logits(head), self.vocabulary.d2t
 
@@ -211,5 +210,5 @@ class Drafter(nn.Module):
         return self.spread(self.logits(head))
 
     def spread(self, logits: Tensor) -> Tensor:
-        """The same of what `logits` gives: [*lead, draft_vocab] -> [*lead, vocab]."""
+        """`full_vocab_logits` for logits: [*lead, draft_vocab] -> [*lead, vocab]."""
         return logits if self.vocabulary is None else self.vocabulary.spread(logits, fill=-torch.inf)

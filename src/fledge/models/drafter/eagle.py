@@ -1,7 +1,6 @@
-"""The EAGLE drafters: EAGLE-1, whose weights EAGLE-2 uses too (with draft trees), EAGLE-3 and EAGLE-3.1.
+"""The EAGLE drafters: EAGLE-1 (EAGLE-2 is the same model with draft trees), EAGLE-3 and EAGLE-3.1.
 
-The difference between the last two is `fc_norm` and `norm_output` in the config. Modules are called as checkpoints of
-the field call them.
+EAGLE-3.1 is EAGLE-3 with `fc_norm` and `norm_output` in the config. Modules have the names of published checkpoints.
 """
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.rms_norm import draft_input, rms_norm_parts
 from fledge.layers.attention import Attention, KeyValueStorage
-from fledge.layers.block import DecoderLayer, add_fused, attention_of, fuses
+from fledge.layers.block import DecoderLayer, attention_of, can_run_fused, fused_output_and_mlp
 from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.mlp import SwiGLU
 from fledge.layers.rope import Rotation
@@ -19,10 +18,10 @@ from fledge.models.target.decoder import TargetStates
 
 
 class EagleDrafter(Drafter):
-    """`fc(cat[embedding, feature])`, then decoder layers; the state that the target's head reads feeds forward too.
+    """EAGLE-1: `fc(cat[embedding, feature])`, then decoder layers.
 
-    The feature is the target's final hidden state, so the drafter's own output, which imitates it, needs no
-    conversion. Layer 0 has no input norm and there is no final norm.
+    The feature is the target's final hidden state, which the drafter is trained to predict: its output is the input of
+    the target's head and the next feature at once. Layer 0 has no input norm and there is no final norm.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -46,7 +45,7 @@ class EagleDrafter(Drafter):
 
 
 class Eagle3FirstLayer(nn.Module):
-    """The layer in which token and feature meet: attention reads both side by side, the residual is the feature's."""
+    """The first layer: attention reads embedding and feature, normed and concatenated; the residual is the feature."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -62,26 +61,26 @@ class Eagle3FirstLayer(nn.Module):
     def forward(
         self, tokens: Tensor, embed: nn.Module, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens [*lead], what embeds them, feature [*lead, hidden]. Returns (update, stream) like `DecoderLayer`."""
+        """tokens [*lead], the embedding module, feature [*lead, hidden]. Returns (update, stream) as `DecoderLayer`."""
         if type(embed) is nn.Embedding:
             norms = self.input_layernorm.weight, self.hidden_norm.weight
             both = draft_input(tokens, embed.weight, feature, *norms, self.hidden_norm.eps)
-        else:  # training borrows the target's embedding through a module that casts what it gives
+        else:  # in training, `embed` is a module that casts the target's embeddings
             both = torch.cat([self.input_layernorm(embed(tokens)), self.hidden_norm(feature)], dim=-1)
         stream = both[..., feature.shape[-1] :] if self.norm_before_residual else feature
-        if fuses(both, self.self_attn, self.mlp, self.post_attention_layernorm):
+        if can_run_fused(both, self.self_attn, self.mlp, self.post_attention_layernorm):
             assert isinstance(self.self_attn, Attention)
             mixed = self.self_attn.mixed(self.self_attn.qkv_proj(both), rotation, storage)
-            return add_fused(mixed, stream, self.self_attn, self.post_attention_layernorm, self.mlp), None
+            return fused_output_and_mlp(mixed, stream, self.self_attn, self.post_attention_layernorm, self.mlp), None
         normed, stream = self.post_attention_layernorm.add(self.self_attn(both, rotation, storage), stream)
         return self.mlp(normed), stream
 
 
 class Eagle3Drafter(Drafter):
-    """Fuses several target layers into a feature, once per verified position, then drafts from its own states.
+    """EAGLE-3: the feature is `fc` of the concatenated states of several target layers, then the drafter's own output.
 
-    The feature is `fc(aux states side by side)`. Without `fc_norm` the highest layer, whose states are the largest,
-    dominates the sum that fc forms: one of the two causes of attention drift.
+    Without `fc_norm` the highest layer dominates the feature, because its states are largest: one of the two causes of
+    attention drift.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -116,5 +115,5 @@ class Eagle3Drafter(Drafter):
         for layer in self.layers[1:]:
             update, stream = layer(update, stream, rotation, storage)
         normed, stream = self.norm.add(update, stream)
-        # Fed back without the norm, the residual stream grows with every draft step: the other cause of drift.
+        # Without `norm_output` the residual stream is fed back and grows at every step: the other cause of drift.
         return DraftStates(head=normed, feature=normed if self.config.norm_output else stream, hidden=stream)

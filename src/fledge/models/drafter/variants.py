@@ -1,4 +1,4 @@
-"""The named members of the EAGLE family, as presets of `DrafterConfig`, and the way back from a config to a name."""
+"""The EAGLE variants as presets of `DrafterConfig`, and the variant's name of a config."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from fledge.models.drafter.eagle import Eagle3Drafter, EagleDrafter
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A member of the family: which architecture, and which of its switches are on."""
+    """An EAGLE variant: its architecture and the flags that differ from the architecture's defaults."""
 
     name: str
     architecture: Architecture
@@ -18,9 +18,9 @@ class Variant:
     norm_output: bool = False
 
     def config_for(self, target: TargetConfig, *, layer: LayerConfig | None = None) -> DrafterConfig:
-        """Return the usual drafter for `target`: one layer of the target's own shape, full vocabulary.
+        """Return the default config for `target`: one layer of the target's shape (or `layer`), full vocabulary.
 
-        Use `dataclasses.replace` for anything else.
+        Use `dataclasses.replace` to change other fields.
         """
         eagle3 = self.architecture is Architecture.EAGLE3
         return DrafterConfig(
@@ -39,13 +39,13 @@ class Variant:
 
 
 EAGLE_1 = Variant(name="EAGLE-1", architecture=Architecture.EAGLE1)
-EAGLE_2 = replace(EAGLE_1, name="EAGLE-2")  # the same weights; the draft is a tree
+EAGLE_2 = replace(EAGLE_1, name="EAGLE-2")  # same weights, drafting trees
 EAGLE_3 = Variant(name="EAGLE-3", architecture=Architecture.EAGLE3)
 EAGLE_3_1 = Variant(name="EAGLE-3.1", architecture=Architecture.EAGLE3, fc_norm=True, norm_output=True)
 
 
 def name_of(config: DrafterConfig) -> str:
-    """Return the variant's name; a config between 3 and 3.1 is named by the one switch it has."""
+    """Return the variant's name. A config with one of the two flags of 3.1 is "EAGLE-3 + <flag>"."""
     if config.architecture is Architecture.EAGLE1:
         return "EAGLE-1/2"
     switches = [flag for flag in ("fc_norm", "norm_output") if getattr(config, flag)]
@@ -53,5 +53,5 @@ def name_of(config: DrafterConfig) -> str:
 
 
 def build(config: DrafterConfig) -> Drafter:
-    """Return an uninitialised drafter. `share_with(target)` completes one without its own embedding or head."""
+    """Build the drafter with default-initialised weights. `share_with` adds embedding or head if it has none."""
     return EagleDrafter(config) if config.architecture is Architecture.EAGLE1 else Eagle3Drafter(config)

@@ -162,8 +162,9 @@ def test_auto_is_ours_where_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     install(monkeypatch, tmp_path)
     target = pair_directory() / "target"
     assert not isinstance(LLM(target, engine="auto").engine, VllmEngine)
-    llm = LLM(target, engine="auto", tensor_parallel_size=2)
+    llm = LLM(target, engine="auto", tensor_parallel_size=2, scheduling_policy="priority")
     assert isinstance(llm.engine, VllmEngine)
+    assert llm.engine.info.scheduling_policy == "priority"
     llm.close()
     with pytest.raises(ConfigError, match="allowed is fledge or vllm or auto"):
         LLM(target, engine="sglang")

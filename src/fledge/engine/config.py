@@ -152,36 +152,36 @@ class EngineConfig:
     """How to load and run a target, with or without a drafter. `None` means: by the model and the device."""
 
     speculative_config: SpeculativeConfig | None = field(
-        default=None, metadata={"help": "vLLM's JSON: which drafter, how deep.", "least": None}
+        default=None, metadata={"help": "vLLM's JSON: drafter, depth, ...", "least": None}
     )
     dtype: str = option(
         "auto",
-        "auto (as the target is stored), float32, float16 or bfloat16; a CPU computes in float32 whatever it is.",
+        "auto (the checkpoint's), float32, float16 or bfloat16; a CPU always computes in float32.",
     )
     quantization: str | None = option(
-        None, "How the target's weights are stored, as vLLM spells it; or fp8, to which those in 16 bits are rounded."
+        None, "Weight format of the target, by vLLM's name; or fp8, to quantise 16-bit weights while loading."
     )
     device: str = option("auto", "auto, cpu or cuda.")
-    max_model_len: int | None = option(None, "Most tokens of prompt and answer together: 4096, 4k, auto.", least=2)
-    max_num_seqs: int = option(64, "Requests that run at once.", least=1)
-    max_num_batched_tokens: int = option(8192, "Tokens of prompts that are read in one step.", least=1)
-    scheduling_policy: str = option("fcfs", "fcfs (in order of arrival), or priority: requests with a lower one first.")
-    gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory to use.")
-    kv_cache_bytes: int | None = option(None, "Size of the KV cache, instead; on a CPU too.", least=1)
+    max_model_len: int | None = option(None, "Context length, prompt and answer together: 4096, 4k, auto.", least=2)
+    max_num_seqs: int = option(64, "Largest number of running requests.", least=1)
+    max_num_batched_tokens: int = option(8192, "Largest number of prompt tokens in one step.", least=1)
+    scheduling_policy: str = option("fcfs", "fcfs (first come, first served), or priority: lower ones first.")
+    gpu_memory_utilization: float = option(0.9, "Fraction of the GPU's memory to use.")
+    kv_cache_bytes: int | None = option(None, "Size of the KV cache, instead of that fraction; also on a CPU.", least=1)
     kv_cache_dtype: str = option(
-        "auto", "auto (what the model computes in), or fp8: half of the memory, with the checkpoint's scales or none."
+        "auto", "auto (the model's dtype), or fp8: half of the memory, with the checkpoint's scales or none."
     )
-    enable_prefix_caching: bool = option(True, "Share equal beginnings of prompts.")
+    enable_prefix_caching: bool = option(True, "Reuse the KV cache of common prefixes of prompts.")
     enforce_eager: bool = option(False, "No CUDA graphs.")
     batch_invariant: bool = option(
-        False, "A token's bits do not depend on the batch, on drafts or on how its prompt is read; as on a CPU."
+        False, "Results do not depend on the batch, on drafts or on chunks of the prompt, to the bit; as on a CPU."
     )
-    seed: int = option(0, "For requests that bring none.")
-    block_size: int | None = option(None, "Tokens in a block of KV cache; 64 on a GPU, 16 on a CPU.", least=1)
-    num_blocks: int | None = option(None, "Blocks of KV cache, instead of its size.", least=2)
+    seed: int = option(0, "Seed for requests without one.")
+    block_size: int | None = option(None, "Tokens per block of the KV cache; 64 on a GPU, 16 on a CPU.", least=1)
+    num_blocks: int | None = option(None, "Number of blocks of the KV cache, instead of its size.", least=2)
     cudagraph_capture_sizes: Sequence[int] | None = option(None, "Batch sizes to capture as CUDA graphs.")
-    pack_weights: bool = option(True, "CPU, float32: a second copy of the weights in a faster layout.")
-    read_late: bool | None = option(None, "Read a step after the next one is under way; on a GPU only if not given.")
+    pack_weights: bool = option(True, "CPU: keep a second copy of the weights, in a faster layout.")
+    read_late: bool | None = option(None, "Read the results of a step after launching the next one; default: on a GPU.")
 
     def __post_init__(self) -> None:
         if self.speculative_config is not None:  # may be given as a mapping

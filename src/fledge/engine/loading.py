@@ -55,7 +55,7 @@ def begin_device(name: str) -> None:
 def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
     """Load a target for `LLMEngine`, on the config's device and in its dtype."""
     device = choose_device(config.device)
-    # Float32 on a CPU, where 16 bits are slow. The drafter gets the target's dtype and device.
+    # 16 bits are slow on a CPU. The drafter follows the target in dtype and device.
     dtype = choose_dtype(config.dtype) or (torch.float32 if device.type == "cpu" else None)
     rounded = None
     if device.type == "cpu" and dtype is not torch.float32:

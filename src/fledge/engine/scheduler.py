@@ -148,26 +148,17 @@ class Scheduler:
         """
         self._preempt_for_fairness()
         if draft.depth:
-            if not self._last_draft.depth and any(request.in_flight for request in self.running):
-                raise MustSettle  # the drafter has missed tokens that the host does not know yet
             self._catch_up()
         # A chain is verified to the depth drafted now: some drafts are left out if that is less than last time, and
         # entries stay empty if it is more. Trees, and what is verified before the first tree, keep their own depth.
         verify = self._last_draft if draft.depth and (draft.is_tree or self._last_draft.is_tree) else draft
-        decoding = [
-            r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight and r.drafts is not None
-        ]
-        for request in decoding:
-            needed = len(request.tokens) + request.in_flight + self._lookahead_in_flight
-            if not self.block_manager.has_room(request.table, needed) and request.phase is Phase.DECODE:
-                self._grow(request, needed)  # unless it was preempted for an earlier one in this loop
-        decoding = [request for request in decoding if request.phase is Phase.DECODE]
-        budget = self.max_prefill_tokens - len(decoding) * (verify.depth + 1)
-        limit = None
+        decoding = self._schedule_decoding()
         prompts = sum(r.phase is Phase.PREFILL for r in self.running) if len(decoding) < len(self.running) else 0
         prompts += min(len(self.waiting), len(self._free_rows))
+        limit = None
         if prompts and decoding and verify == draft and not any(request.needs_host for request in decoding):
             limit = mixed_limit(len(decoding), draft)
+        budget = self.max_prefill_tokens - len(decoding) * (verify.depth + 1)
         if limit is not None:
             budget = min(budget, limit[1] * max(prompts, FEW_PROMPTS) // FEW_PROMPTS)
         chunks = self._schedule_chunks(budget)
@@ -249,6 +240,17 @@ class Scheduler:
         assert all(not request.table.blocks and request.row is None for request in self.waiting)
         assert all(0 <= request.settled < len(request.tokens) + 1 for request in self.running)
         assert all(request.in_flight >= 0 for request in self.running)
+
+    def _schedule_decoding(self) -> list[Request]:
+        """Return the requests of the next round, with blocks for it; preempts others if there are too few."""
+        decoding = [
+            r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight and r.drafts is not None
+        ]
+        for request in decoding:
+            needed = len(request.tokens) + request.in_flight + self._lookahead_in_flight
+            if not self.block_manager.has_room(request.table, needed) and request.phase is Phase.DECODE:
+                self._grow(request, needed)  # unless it was preempted for an earlier one in this loop
+        return [request for request in decoding if request.phase is Phase.DECODE]
 
     def _schedule_chunks(self, budget: int) -> list[Chunk]:
         """Distribute the token budget. A prompt that does not fit leaves half of the rest to shorter ones after it."""
@@ -374,7 +376,9 @@ class Scheduler:
         bisect.insort_left(self.waiting, request, key=_priority)  # before others of its priority
 
     def _catch_up(self) -> None:
-        """Send requests whose drafter missed tokens (rounds without drafting) back to prefill for these tokens."""
+        """Send requests whose drafter missed tokens (rounds without drafts) back to prefill for these tokens."""
+        if not self._last_draft.depth and any(request.in_flight for request in self.running):
+            raise MustSettle  # missed tokens may be in flight
         behind = [
             r for r in self.running if r.phase is Phase.DECODE and r.settled < len(r.tokens) - 1 and r.draft_until
         ]

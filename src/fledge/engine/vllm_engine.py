@@ -133,6 +133,8 @@ class VllmEngine:
         priority: int = 0,
     ) -> None:
         """Queue a request. Raises ConfigError for constraints, draft limits and prompt log-probabilities."""
+        if request_id in self._running:
+            raise ConfigError(f"request id '{request_id}' is in use")
         for name, given in (("constraint", constraint), ("draft_limit", draft_limit)):
             if given is not None:
                 raise ConfigError(f"{name}: vLLM cannot be asked for that from here; only Fledge's own engine can")

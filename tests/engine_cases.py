@@ -313,9 +313,9 @@ class CpuGraphs(GraphRunner):
     Results are new ones each time: on a GPU the copy to the host is queued behind the replay, here nothing keeps them.
     """
 
-    def record(self, play: Callable[[], T]) -> Callable[[], T]:
-        play()
-        return play
+    def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        run()
+        return run
 
 
 Drafts = tuple[tuple[int, ...], tuple[int, ...]]  # tokens, and the parents of a tree's nodes

@@ -325,7 +325,7 @@ def works_ahead_while_requests_run() -> None:
 @check
 def mixes_of_sampled_drafts() -> None:
     # What is drawn depends on what was drafted, so prompts draft as the reference's do, however few join.
-    with mock.patch.object(scheduler, "FEW_NEWCOMERS", 0):
+    with mock.patch.object(scheduler, "MIN_NEW_SHARE", 0):
         mixes(sample_drafts=True)
 
 

@@ -1,5 +1,5 @@
-"""Lossless speculative decoding as pure functions, and the reference loop that puts them together.
+"""Lossless speculative decoding as pure functions, and a reference loop that uses them.
 
-Reading order: `sampling` (what the target would do), `acceptance` (why speculation does not change it), `tree` and
-`drafting` (what is proposed), `reference` (the loop).
+Reading order: `sampling` (the target's distribution), `acceptance` (which drafts to keep, and why the output does not
+change), `tree` and `drafting` (how tokens are proposed), `reference` (the loop).
 """

@@ -1,6 +1,6 @@
-"""How the drafter itself does in rounds, whatever comes of them: how its state grows, how far its confidence is right.
+"""Statistics of the drafter's own outputs: growth of its hidden state with depth, calibration of its confidence.
 
-The definitions of `fledge drift`, over rounds that an engine has seen. Eval, baselines and the server use them.
+The definitions are those of `fledge drift`, applied to rounds of an engine. Eval, baselines and the server use them.
 """
 
 from collections import Counter
@@ -8,21 +8,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Self
 
-BINS = 10  # of confidence, equally wide
-Triples = tuple[tuple[float, float, float], ...]  # three sums for each depth, or for each bin
+BINS = 10  # of confidence, of equal width
+Triples = tuple[tuple[float, float, float], ...]  # three sums for each depth or bin
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Three sums for each of some places. Can be pooled, and written down as triples."""
+    """Three named sums at each index (a depth, or a bin). Can be merged and serialised as triples."""
 
     names: ClassVar[tuple[str, str, str]]
-    sums: Counter[tuple[int, str]] = field(default_factory=Counter)  # by place and name
+    sums: Counter[tuple[int, str]] = field(default_factory=Counter)  # by index and name
 
     @classmethod
     def of(cls, triples: Iterable[Sequence[float]]) -> Self:
-        named = ((place, triple) for place, triple in enumerate(triples))
-        return cls(sums=Counter({(i, name): x for i, three in named for name, x in zip(cls.names, three, strict=True)}))
+        pairs = ((i, zip(cls.names, triple, strict=True)) for i, triple in enumerate(triples))
+        return cls(sums=Counter({(i, name): value for i, named in pairs for name, value in named}))
 
     @classmethod
     def merge(cls, parts: Iterable["Sums"]) -> Self:
@@ -33,24 +33,24 @@ class Sums:
 
     @property
     def triples(self) -> Triples:
-        """Of all places from the first to the last that has any."""
-        places = range(1 + max((place for place, _ in self.sums), default=-1))
+        """The sums at index 0, 1, ... up to the largest index that has any."""
+        length = 1 + max((index for index, _ in self.sums), default=-1)
         one, two, three = self.names
-        return tuple((self.sums[i, one], self.sums[i, two], self.sums[i, three]) for i in places)
+        return tuple((self.sums[i, one], self.sums[i, two], self.sums[i, three]) for i in range(length))
 
 
 class StateGrowth(Sums):
-    """How large the drafter's hidden state is behind the draft at each depth, over that behind the first one.
+    """Norm of the drafter's hidden state at each depth, relative to the first depth.
 
-    Norms are summed over sampled rounds, one for each request in them; the ratio of two sums over the same rounds is
-    `hidden_growth` of `fledge drift`. What EAGLE-3 feeds back is this very state, so growth is drift; EAGLE-3.1 feeds
-    it back normed, and growth shows what the norm takes away.
+    Norms are summed over sampled rounds, once per request. The ratio of two sums over the same rounds is
+    `hidden_growth` of `fledge drift`. EAGLE-3 feeds this state back, so growth is drift; EAGLE-3.1 normalises it first,
+    and growth shows what the norm removes.
     """
 
     names = ("rounds", "norm", "first")
 
     def plus(self, norms: Sequence[float]) -> "StateGrowth":
-        """These sums and one request's round, by the norms of the states behind its drafts."""
+        """Return the sums with one round of one request added. `norms`: of the hidden state at each depth."""
         sums = self.sums.copy()
         for depth, norm in enumerate(norms):
             for name, amount in zip(self.names, (1, norm, norms[0]), strict=True):
@@ -64,32 +64,36 @@ class StateGrowth(Sums):
 
 
 class ReliabilityBin(NamedTuple):
-    """Drafts of which the drafter was about equally sure."""
+    """Drafts with confidence in one interval."""
 
     drafts: int
     confidence: float  # mean
-    accepted: float  # share
+    accepted: float  # fraction
 
 
 class Reliability(Sums):
-    """How often drafts stood, if all before them did, by how sure the drafter was, in tenths of its confidence."""
+    """Acceptance by the drafter's confidence, in `BINS` bins, of drafts whose predecessors were all accepted."""
 
     names = ("drafts", "confidence", "accepted")
 
     @property
     def bins(self) -> tuple[ReliabilityBin | None, ...]:
-        """None where there were no drafts."""
-        found = (ReliabilityBin(int(n), sure / n, stood / n) if n else None for n, sure, stood in self.triples)
-        return (*found, *[None] * (BINS - len(self.triples)))
+        """One for each bin; None for bins without drafts."""
+        return (*map(_bin, self.triples), *[None] * (BINS - len(self.triples)))
 
     @property
     def total(self) -> ReliabilityBin | None:
-        n, sure, stood = (sum(self.sums[i, name] for i in range(BINS)) for name in self.names)
-        return ReliabilityBin(int(n), sure / n, stood / n) if n else None
+        """All bins as one; None without drafts."""
+        drafts, confidence, accepted = (sum(self.sums[i, name] for i in range(BINS)) for name in self.names)
+        return _bin((drafts, confidence, accepted))
 
     @property
     def error(self) -> float | None:
-        """The expected calibration error: how far a draft's confidence is from the share that stands in its tenth."""
-        apart = [(n, abs(sure - stood)) for n, sure, stood in self.triples]
-        drafts = sum(n for n, _ in apart)
-        return sum(off for _, off in apart) / drafts if drafts else None
+        """Expected calibration error: |mean confidence - acceptance rate| of each bin, weighted by its drafts."""
+        drafts = sum(count for count, _, _ in self.triples)
+        return sum(abs(confidence - accepted) for _, confidence, accepted in self.triples) / drafts if drafts else None
+
+
+def _bin(sums: tuple[float, float, float]) -> ReliabilityBin | None:
+    drafts, confidence, accepted = sums
+    return ReliabilityBin(int(drafts), confidence / drafts, accepted / drafts) if drafts else None

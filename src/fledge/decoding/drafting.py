@@ -1,8 +1,8 @@
-"""Asking a drafter for the next few tokens: as a chain of depth K, or as an EAGLE-2 tree.
+"""Drafting: a chain of K tokens, or an EAGLE-2 tree.
 
-Both begin with the rows that the last verification settled, for which real target features are known now. They
-overwrite what the drafter had made up at those positions: the resynchronisation that keeps EAGLE close to its target.
-Both leave the drafter's cache with exactly the settled rows in it.
+Both first feed the drafter the tokens that the last verification accepted, with the target's real features for them.
+These rows overwrite those that the drafter computed from its own features: the resynchronisation that keeps EAGLE close
+to its target. Both leave exactly these settled rows in the drafter's cache.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from fledge.models.drafter.base import Drafter
 
 @dataclass(frozen=True, kw_only=True)
 class SettledRows:
-    """Rows to feed the drafter before it drafts: row t pairs the target's feature at t with token t + 1."""
+    """Drafter inputs for accepted tokens: row t pairs the target's feature at position t with token t + 1."""
 
     tokens: Tensor  # [rows] int64
     features: Tensor  # [rows, hidden]
@@ -29,7 +29,7 @@ class SettledRows:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChain:
-    """Tokens proposed one after another. `probs` is None for argmax drafts."""
+    """Draft tokens, each following the one before. `probs` is None for argmax drafts."""
 
     tokens: Tensor  # [depth] int64, target ids
     probs: Tensor | None  # [depth, vocab]: the distribution each token was sampled from
@@ -37,7 +37,7 @@ class DraftChain:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """How an EAGLE-2 tree grows: `width` nodes go on at each level, and `budget` nodes in all are verified."""
+    """Shape of an EAGLE-2 tree: `width` nodes are expanded at each level, and the best `budget` nodes are verified."""
 
     width: int
     budget: int
@@ -46,7 +46,7 @@ class TreeShape:
 def draft_chain(
     drafter: Drafter, cache: DenseCache, settled: SettledRows, depth: int, sampled: SamplingRows | None = None
 ) -> DraftChain:
-    """Draft `depth` tokens: the most likely ones, or, given the request's one row in `sampled`, random ones."""
+    """Draft `depth` tokens: argmax, or sampled with the request's settings if `sampled` (one row) is given."""
     tokens: list[Tensor] = []
     probs: list[Tensor] = []
     states = drafter(settled.tokens, settled.features, settled.positions, cache.extend(settled.positions))
@@ -60,8 +60,8 @@ def draft_chain(
         if sampled is None:
             tokens.append(drafter.to_target_ids(greedy(drafter.logits(head))))
         else:
-            # Any distribution is lossless. The request's temperature brings it near the target's; penalties and
-            # top-p would cost a pass over the vocabulary at every step for little. Row t predicts token t + 2.
+            # Any distribution is lossless. The request's temperature is applied because it brings q near p; penalties
+            # and top-p are not: they would cost a pass over the vocabulary at every step. Row t predicts token t + 2.
             logits = drafter.full_vocab_logits(head).float()
             probs.append((logits / sampled.temperature[:, None]).softmax(-1))
             tokens.append(choose(probs[-1], uniform(sampled.seed, in_round(position + 2, step), Stream.DRAFT)))
@@ -70,14 +70,14 @@ def draft_chain(
 
 
 def draft_tree(drafter: Drafter, cache: DenseCache, settled: SettledRows, depth: int, shape: TreeShape) -> DraftTree:
-    """Draft `depth` levels and keep the most confident nodes of all of them."""
+    """Draft `depth` levels; return the best nodes of all levels as a tree."""
     levels: list[Expansion] = []
     states = drafter(settled.tokens, settled.features, settled.positions, cache.extend(settled.positions))
     length = cache.length
     head, feature = states.head[-1:], states.feature[-1:]
     position = settled.positions[-1:]
     scores = head.new_zeros(1, dtype=torch.float32)
-    seen = torch.ones(1, 0, dtype=torch.bool, device=head.device)  # [frontier, drafted rows]: own path in the cache
+    seen = torch.ones(1, 0, dtype=torch.bool, device=head.device)  # [frontier, drafted rows]: each node's ancestors
     for level in range(depth):
         logits, offsets = drafter.distinct_logits(head)
         found = expand(scores, logits.float().log_softmax(-1), shape.width)

@@ -1,7 +1,7 @@
-"""What a request asks of the sampler, under vLLM's names and with vLLM's defaults.
+"""Sampling parameters of a request, with vLLM's names and defaults.
 
-This file knows values and their ranges. It knows no tensors, no tokenizer and no vocabulary size: an id outside
-the vocabulary is found where the vocabulary is known, in `sampling.SamplingRows.from_params`.
+Only values and their ranges are checked here: no tensors, no tokenizer, no vocabulary size. Ids outside the vocabulary
+are refused where it is known (`sampling.SamplingRows.from_params`).
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 from fledge.errors import ConfigError, refuses_unknown_names
 
-# Below this a temperature means greedy (vLLM's threshold): dividing logits by it would overflow, not sharpen.
+# Lower temperatures mean greedy (vLLM's threshold): dividing logits by them would overflow.
 GREEDY_TEMPERATURE = 1e-5
-HOTTEST = 1e30  # every token is as likely as any other long before, and what follows is still a number in float32
+MAX_TEMPERATURE = 1e30  # higher ones are clamped: the distribution is uniform long before, and float32 is finite
 
 MAX_ANSWERS = 128
 MAX_LOGPROBS = 20  # OpenAI's and vLLM's limit
@@ -25,7 +25,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 @refuses_unknown_names("structured output")
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an answer must look like, as exactly one of these. vLLM's name, which was GuidedDecodingParams before."""
+    """Constraint on the format of an answer: exactly one of these. vLLM's name (before: GuidedDecodingParams)."""
 
     json: Mapping[str, Any] | str | None = None  # a JSON schema
     regex: str | None = None
@@ -37,33 +37,33 @@ class StructuredOutputsParams:
 @refuses_unknown_names("sampling parameter")
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it stops. Checked and normalised at construction.
+    """Sampling settings and stop conditions of a request. Checked and normalised at construction.
 
     Normalised means: numbers have their declared type, `stop` and `stop_token_ids` are tuples, `logit_bias` has
-    integer keys (JSON can only spell them as strings) and is None when empty, `top_k` is 0 when off, `seed` is
-    None when the engine is to pick one (vLLM also spells that -1). Anything out of range raises ConfigError.
+    integer keys (in JSON they are strings) and is None when empty, `top_k` is 0 when off, `seed` is None if the engine
+    chooses one (for vLLM also -1). Values out of range raise ConfigError.
 
-        temperature: randomness; 0 always takes the most likely token
-        top_p: keep the likeliest tokens that have this probability together
-        top_k: keep this many of the likeliest tokens; 0 or -1: all
-        min_p: keep tokens with at least this share of the likeliest one's probability
+        temperature: randomness; 0: greedy, always the most likely token
+        top_p: keep the smallest set of most likely tokens with at least this total probability
+        top_k: keep this many of the most likely tokens; 0 or -1: all
+        min_p: keep tokens with at least this fraction of the most likely token's probability
         repetition_penalty: divides the logits of tokens in prompt and answer; 1: none
-        presence_penalty, frequency_penalty: taken from the logits of tokens in the answer, once or for each time
-        logit_bias: token id -> what is added to its logit
-        seed: makes a sampled answer repeatable, in any batch
-        max_tokens, min_tokens: of the answer; None: as many as there is room for
-        stop: strings that end the answer; one string is a list of one
-        stop_token_ids: ids that do
-        allowed_token_ids: the only ids that may come, an end of text only if it is among them; None: all
-        bad_words: strings that do not come, as the tokens that they are alone or after a blank
-        n: answers to give
-        logprobs: likeliest tokens to report with each token's log-probability; None: no log-probabilities
-        prompt_logprobs: the same of the prompt's tokens, which are then never taken from the cache
-        ignore_eos: go on after the model's own end of text
-        include_stop_str_in_output: keep what stopped the answer in its text
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once or per occurrence
+        logit_bias: token id -> value added to its logit
+        seed: makes a sampled answer reproducible, in any batch
+        max_tokens, min_tokens: length of the answer; max_tokens None: up to the context length
+        stop: strings that end the answer; one string, or a list
+        stop_token_ids: token ids that end the answer
+        allowed_token_ids: the only token ids that may be generated, end-of-text ids included; None: all
+        bad_words: strings that are never generated, as their tokens at the start of a text or after a space
+        n: number of answers
+        logprobs: number of most likely tokens to return with each token's log-probability; None: no log-probabilities
+        prompt_logprobs: the same for the prompt's tokens; the prefix cache is not used then
+        ignore_eos: continue after the model's end-of-text token
+        include_stop_str_in_output: keep the stop string in the text
         skip_special_tokens: leave special tokens out of the text
         structured_outputs: `StructuredOutputsParams`, or its fields as a mapping: {"json": schema}, {"regex": ...}, ...
-        guided_decoding: vLLM's older name for that
+        guided_decoding: vLLM's older name of structured_outputs
     """
 
     temperature: float = 1.0
@@ -93,9 +93,9 @@ class SamplingParams:
     def __post_init__(self, guided_decoding: Mapping[str, Any] | StructuredOutputsParams | None) -> None:
         if guided_decoding is not None and self.structured_outputs is not None:
             _refuse("guided_decoding", guided_decoding, "one of guided_decoding and structured_outputs")
-        fewest = 1 if self.prompt_logprobs is None else 0  # who asks of the prompt may want nothing else
+        min_of_max_tokens = 1 if self.prompt_logprobs is None else 0  # 0: only the prompt's log-probabilities
         checked: dict[str, object] = {
-            "temperature": min(_number("temperature", self.temperature, low=0.0), HOTTEST),
+            "temperature": min(_number("temperature", self.temperature, low=0.0), MAX_TEMPERATURE),
             "top_p": _number("top_p", self.top_p, low=0.0, high=1.0, low_excluded=True),
             "top_k": max(0, _integer("top_k", self.top_k, low=-1)),
             "min_p": _number("min_p", self.min_p, low=0.0, high=1.0),
@@ -110,7 +110,9 @@ class SamplingParams:
                 for name in ("logprobs", "prompt_logprobs")
                 if getattr(self, name) is not None
             },
-            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, low=fewest),
+            "max_tokens": None
+            if self.max_tokens is None
+            else _integer("max_tokens", self.max_tokens, low=min_of_max_tokens),
             "min_tokens": _integer("min_tokens", self.min_tokens, low=0),
             "stop": _strings("stop", self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
@@ -131,14 +133,14 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """Build from JSON-like values. A name that is not a field is refused, never dropped."""
+        """Build from JSON-like values. Unknown names raise ConfigError."""
         if not isinstance(values, Mapping):
             _refuse("sampling parameters", values, "an object with one value for each name")
         return cls(**{str(name): value for name, value in values.items()})
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken; top-k, top-p, min-p and the seed then say nothing."""
+        """Whether the most likely token is always chosen; top_k, top_p, min_p and seed have no effect then."""
         return self.temperature < GREEDY_TEMPERATURE
 
 
@@ -155,7 +157,7 @@ def _number(
     low_excluded: bool = False,
 ) -> float:
     allowed = f"a finite number{_interval(low, high, low_excluded)}"
-    # bool is an int to Python and a mistake to everybody else.
+    # bool is an int in Python, but a mistake here.
     if isinstance(value, bool) or not isinstance(value, Real):
         _refuse(name, value, allowed)
     try:
@@ -223,7 +225,7 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def _structured_outputs(value: object) -> dict[str, Any] | None:
-    """Return what is asked for by its name; whoever compiles it says whether it makes sense."""
+    """Return {name: value} of the one constraint given. The value is checked where it is compiled."""
     if value is None:
         return None
     kinds = [one.name for one in fields(StructuredOutputsParams)]

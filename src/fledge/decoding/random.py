@@ -1,10 +1,10 @@
-"""Random numbers that are a function of (seed, position, stream) and of nothing else.
+"""Counter-based random numbers: a function of (seed, position, stream) and of nothing else.
 
-A stateful generator gives a request other numbers when its batch changes or when a round speculates deeper. Here
-the number for a token is computed from the request's seed and the token's position in its sequence, so batching,
-scheduling and speculation depth cannot be seen in it. The function is Philox4x32-10 (Salmon et al., "Parallel
-random numbers: as easy as 1, 2, 3", 2011), the generator of torch on CUDA and of Triton, in integers: the bits are the
-same on every device.
+A stateful generator would give a request other numbers when its batch or the speculation depth changes. Here a token's
+number is computed from the request's seed and the token's position in its sequence, so it does not depend on
+batching, scheduling or speculation depth. The function is Philox4x32-10 (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", 2011), the generator of torch on CUDA and of Triton. It uses integers only, so the bits are the same
+on every device.
 """
 
 from enum import IntEnum
@@ -28,14 +28,14 @@ Words = tuple[Word, Word, Word, Word]
 
 
 class Stream(IntEnum):
-    """What a number is for. Two decisions about one position never share a number.
+    """What a number is used for. Two decisions about one position never share a number.
 
-    Numbers of different positions are independent too. A position's token is decided once, but it may be drafted and
-    judged in several rounds: see `in_round`.
+    Numbers of different positions are independent. A position's token is decided once, but it may be drafted and
+    verified in several rounds: see `in_round`.
     """
 
     CHOICE = 0  # the target's own sample
-    ACCEPT = 1  # whether a sampled draft is kept
+    ACCEPT = 1  # whether a sampled draft is accepted
     RESIDUAL = 2  # the correction after a rejected draft, or the bonus token
     DRAFT = 3  # the drafter's sample
 
@@ -43,12 +43,12 @@ class Stream(IntEnum):
 def uniform(seed: Tensor, position: Tensor, stream: Stream) -> Tensor:
     """Return float64 uniforms in [0, 1), 53 random bits each, in the broadcast shape of the arguments.
 
-    `seed` and `position` are int64. `position` is the index in its sequence, prompt included, of the token that is
-    to be decided: the first token after a prompt of n tokens has position n.
+    `seed` and `position` are int64. `position` is the index, prompt included, of the token to decide: the first token
+    after a prompt of n tokens has position n.
     """
     if runs_triton(seed, position) or cpu_kernel("philox_uniforms", seed, position) is not None:
         return philox_uniforms(seed, position, int(stream))
-    # numpy: torch has no unsigned products, and on a CPU takes six times as long for a few numbers.
+    # numpy: torch has no unsigned product, and is six times slower on a CPU for a few numbers.
     keys, places = np.broadcast_arrays(*(given.cpu().numpy().view(np.uint64) for given in (seed, position)))
     zeros: Any = np.zeros_like(places)
     counter = (places & _MASK32, places >> _HALF, zeros + np.uint64(stream), zeros)
@@ -59,17 +59,17 @@ def uniform(seed: Tensor, position: Tensor, stream: Stream) -> Tensor:
 
 
 def in_round(position: Tensor, depth: Tensor | int) -> Tensor:
-    """Return what stands for `position` where it is the `depth`-th draft of a round, counted from 0.
+    """Return the `position` argument of `uniform` for the `depth`-th draft of a round, counted from 0.
 
-    A draft that is thrown away may have decided something: with `accept_block`, that no more was kept. In the next
-    round its numbers would not be independent of what has happened. That round begins further on, so there the
-    position has another depth, and with it other numbers. The depth is the counter's word above the position.
+    With `accept_block` a rejected draft influences how many drafts are accepted. If the next round reused its numbers,
+    they would not be independent of that. The next round starts later, so the position has another depth there and gets
+    other numbers: the depth goes into the counter's word above the position.
     """
     return position + (depth << 32)
 
 
 def philox4x32(counter: Words, key: tuple[Word, Word]) -> Words:
-    """Philox4x32-10: scramble four 32-bit words of counter with two of key."""
+    """Philox4x32-10: four 32-bit words of counter, two of key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):

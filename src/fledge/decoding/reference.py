@@ -1,13 +1,13 @@
-"""The reference loop: one sequence, dense caches, no tricks. Every faster engine is tested against it.
+"""The reference loop: one sequence, dense caches, no optimisations. Faster engines are tested against it.
 
-A round feeds the target what is new (the prompt at first, then one token) together with the drafts, decides with
-`acceptance` how many of them stand, forgets the rest, and lets the drafter propose again:
+A round feeds the target the new tokens (the prompt at first, then one token) and the drafts, decides with `acceptance`
+how many drafts to accept, drops the others from the cache, and drafts again:
 
-    fed        x4   d5  d6  d7        d5 and d6 are what the target chose, d7 is not:
-    choices    x5   x6  x7  x8        x5 x6 x7 are emitted, x8 came after a wrong token and is dropped
+    fed        x4   d5  d6  d7        d5 and d6 are the target's choices, d7 is not:
+    choices    x5   x6  x7  x8        x5 x6 x7 are emitted; x8 follows a rejected draft and is dropped
 
-Without a drafter the same loop is plain decoding. Statistics count what verification found, even where a stop
-condition then trims the tokens, so that they describe the drafter (and agree with vLLM's).
+Without a drafter the same loop is plain decoding. Rounds count drafts as verified, even if a stop condition then trims
+the tokens: statistics describe the drafter, and agree with vLLM's.
 """
 
 from collections.abc import Generator, Sequence
@@ -33,22 +33,22 @@ Draft = DraftChain | DraftTree
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How a drafter is used: a chain of `depth` tokens, or a tree of `depth` levels."""
+    """How to draft: a chain of `depth` tokens, or a tree of `depth` levels."""
 
     drafter: Drafter
     depth: int
     tree: TreeShape | None = None
-    sample_drafts: bool = False  # chains: draft at random and accept by rejection (for sampled requests)
-    verify_blocks: bool = False  # then: judge all drafts of a round together
+    sample_drafts: bool = False  # chains of sampled requests: sample drafts, accept by rejection sampling
+    verify_blocks: bool = False  # with `sample_drafts`: block verification
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What one round added. The first `accepted` of `tokens` (as far as they go) had been drafted."""
+    """Result of one round. The first `accepted` of `tokens`, if not trimmed, were drafted."""
 
     tokens: tuple[int, ...]  # trimmed at the stop condition
     drafted: int  # depth of the draft; 0 in the first round and when there is no room to draft
-    accepted: int  # drafts that stood, before trimming
+    accepted: int  # accepted drafts, before trimming
     finish_reason: FinishReason | None = None
 
 
@@ -64,10 +64,10 @@ def generate(
     eos_ids: Sequence[int] = (),
     kv_cache_dtype: torch.dtype | None = None,
 ) -> Generator[Round, None, None]:
-    """Yield rounds until the sequence ends: at an eos or stop id, at `max_tokens`, or at `max_length` tokens in all.
+    """Yield rounds until the sequence ends: at an eos or stop id, at `max_tokens`, or at `max_length` tokens in total.
 
-    `seed` stands in for `params.seed` where that is None. Stop strings are the caller's business: it sees text.
-    `kv_cache_dtype`: as `DenseCache` has it, for both models.
+    `seed` is used if `params.seed` is None. Stop strings are not checked: there is no text here. `kv_cache_dtype`: see
+    `DenseCache`, for both models.
     """
     sequence = _Sequence(target=target, prompt=prompt, params=params, seed=seed, max_length=max_length, eos_ids=eos_ids)
     drafter_cache = None
@@ -75,7 +75,7 @@ def generate(
         drafter_cache = DenseCache(speculation.drafter.config.num_layers, sequence.device, dtype=kv_cache_dtype)
     aux_layer_ids = speculation.drafter.aux_layer_ids if speculation else ()
     cache = DenseCache(target.config.num_layers, sequence.device, dtype=kv_cache_dtype)
-    pending = sequence.tensor(prompt)  # tokens that the target has not seen yet
+    pending = sequence.tensor(prompt)  # known tokens that are not in the target's cache yet
     draft: Draft | None = None
     while True:
         start = cache.length
@@ -88,7 +88,7 @@ def generate(
         yield done
         if done.finish_reason is not None:
             return
-        # Keep the rows of what was pending and of the drafts that stood.
+        # Keep the cache rows of the pending tokens and of the accepted drafts.
         rows = torch.cat([torch.arange(len(pending), device=fed.device), len(pending) - 1 + kept])
         cache.keep(start, rows)
         if speculation is not None and drafter_cache is not None:
@@ -102,7 +102,7 @@ def generate(
 
 
 def _layout(start: int, pending: int, draft: Draft | None) -> tuple[Tensor, Tensor | None]:
-    """Return the positions of the rows of a pass, and which of them see which where they are not a chain."""
+    """Return the positions of a pass's rows, and for a tree its attention mask."""
     chain = torch.arange(start, start + pending + (len(draft.tokens) if draft is not None else 0))
     if not isinstance(draft, DraftTree):
         return chain, None
@@ -111,11 +111,11 @@ def _layout(start: int, pending: int, draft: Draft | None) -> tuple[Tensor, Tens
 
 
 def _propose(speculation: Speculation, cache: DenseCache, settled: SettledRows, sequence: "_Sequence") -> Draft | None:
-    """Draft as deep as the target and the drafter have positions for, or not at all."""
+    """Draft as deep as both models have positions left; None if there is no room."""
     room = min(sequence.max_length, speculation.drafter.config.max_positions) - len(sequence.tokens) - 1
     depth = min(speculation.depth, room)
     if depth < 1:
-        return None  # for good: the room only shrinks, so the rows the drafter misses are never needed
+        return None  # the room only shrinks, so the rows that the drafter misses now are never needed
     if speculation.tree is not None:
         return draft_tree(speculation.drafter, cache, settled, depth, speculation.tree)
     at_random = speculation.sample_drafts and not sequence.params.is_greedy
@@ -123,7 +123,7 @@ def _propose(speculation: Speculation, cache: DenseCache, settled: SettledRows, 
 
 
 class _Sequence:
-    """The tokens of a request so far, and everything that depends on them: penalties, seeds, stopping."""
+    """The tokens of a request so far, with sampling settings and stop conditions."""
 
     def __init__(
         self,
@@ -153,9 +153,9 @@ class _Sequence:
         return torch.tensor(tokens, dtype=torch.int64, device=self.device)
 
     def decide(self, logits: Tensor, draft: Draft | None, verify_blocks: bool = False) -> tuple[list[int], Tensor]:
-        """Return the tokens to emit and the verify rows of the drafts that stood (row 0 is before any draft).
+        """Return the tokens to emit and the verify rows of the accepted drafts (row 0 precedes all drafts).
 
-        logits [1 + drafts, vocab]: the target's after each verify row.
+        `logits` [1 + drafts, vocab]: the target's, for each verify row.
         """
         depths = self._depths(draft)  # [rows]
         rows = self.sampling.repeat(len(depths))
@@ -163,24 +163,24 @@ class _Sequence:
         positions = len(self.tokens) + depths
         if isinstance(draft, DraftChain) and draft.probs is not None:
             accept = accept_block if verify_blocks else accept_rejection
-            verdict = accept(
+            result = accept(
                 draft.tokens[None],
                 draft.probs[None],
                 distribution(logits, rows, history=history, forbidden=forbidden)[None],
                 uniform(rows.seed, in_round(positions, depths), Stream.ACCEPT)[None, :-1],
                 uniform(rows.seed, positions, Stream.RESIDUAL)[None],
             )
-            return self._verdict(verdict.tokens[0], torch.arange(1, len(depths), device=self.device))
+            return _emitted(result.tokens[0], torch.arange(1, len(depths), device=self.device))
         choices = choose_at(logits, rows, positions, history=history, forbidden=forbidden)
         if isinstance(draft, DraftTree):
             path = accept_tree(draft, choices)
-            return self._verdict(path.tokens, path.nodes + 1)
+            return _emitted(path.tokens, path.nodes + 1)
         drafts = self.tensor([]) if draft is None else draft.tokens
-        verdict = accept_matching(drafts[None], choices[None])
-        return self._verdict(verdict.tokens[0], torch.arange(1, len(depths), device=self.device))
+        result = accept_matching(drafts[None], choices[None])
+        return _emitted(result.tokens[0], torch.arange(1, len(depths), device=self.device))
 
     def append(self, emitted: list[int], draft: Draft | None) -> Round:
-        """Take over the emitted tokens up to the first that ends the sequence."""
+        """Append the emitted tokens up to the first that ends the sequence."""
         kept: list[int] = []
         reason: FinishReason | None = None
         most = self.params.max_tokens
@@ -196,12 +196,8 @@ class _Sequence:
             drafted = draft.max_depth if isinstance(draft, DraftTree) else len(draft.tokens)
         return Round(tokens=tuple(kept), drafted=drafted, accepted=len(emitted) - 1, finish_reason=reason)
 
-    def _verdict(self, tokens: Tensor, draft_rows: Tensor) -> tuple[list[int], Tensor]:
-        emitted = [token for token in tokens.tolist() if token >= 0]
-        return emitted, draft_rows[: len(emitted) - 1]
-
     def _depths(self, draft: Draft | None) -> Tensor:
-        """How many drafts stand between the text so far and each verify row. [rows]"""
+        """Return the number of drafts before each verify row. [rows]"""
         root = torch.zeros(1, dtype=torch.int64, device=self.device)
         if draft is None:
             return root
@@ -210,7 +206,7 @@ class _Sequence:
         return torch.arange(len(draft.tokens) + 1, device=self.device)
 
     def _history(self, draft: Draft | None) -> TokenHistory | None:
-        """What each verify row has seen, for penalties: the text so far and the drafts on the way to it."""
+        """Return each verify row's tokens so far, for penalties: the sequence and the drafts before the row."""
         if not self.sampling.any_penalty:
             return None
         history = TokenHistory.from_tokens(
@@ -221,10 +217,16 @@ class _Sequence:
         return history if draft is None else history.after_chain(draft.tokens[None])
 
     def _forbidden(self, depths: Tensor) -> Tensor | None:
-        """Stop ids may not come before `min_tokens` tokens are out. bool [rows, vocab]"""
+        """Return a mask of stop ids for rows before `min_tokens`; None if nothing is forbidden. bool [rows, vocab]"""
         produced = len(self.tokens) - len(self.prompt)
         if produced >= self.params.min_tokens or not self.stop_ids:
             return None
         is_stop = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
         is_stop[self.tensor([token for token in self.stop_ids if token < self.vocab_size])] = True
         return ((produced + depths) < self.params.min_tokens)[:, None] & is_stop
+
+
+def _emitted(tokens: Tensor, draft_rows: Tensor) -> tuple[list[int], Tensor]:
+    """Return the tokens without PADDING, and the verify rows of the accepted drafts."""
+    emitted = [token for token in tokens.tolist() if token >= 0]
+    return emitted, draft_rows[: len(emitted) - 1]

@@ -1,13 +1,13 @@
-"""From the target's logits to the exact distribution it samples from, and from that to a token.
+"""From the target's logits to the exact distribution that it samples from, and to a token.
 
-The order is vLLM's (v1): logit bias, min-tokens mask, penalties; then, unless the row is greedy, temperature,
+The order is vLLM's (v1): logit bias, min-tokens mask, penalties; then, for rows that are not greedy, temperature,
 min-p, top-k, top-p. Logits are float32, sums over the vocabulary float64.
 
-A row's result depends on that row alone. Work that no row of a batch needs is skipped, and where it is done for
-the sake of another row it is an exact no-op (x / 1, x - 0, a threshold of -inf), so the company a request keeps
-never changes its tokens. A verify pass has one row for each position it checks; each row carries its request's
-settings (`SamplingRows.select`) and the history that position would have had without speculation
-(`TokenHistory.after_chain`, `after_tree`), so its distribution is the one plain decoding would have used there.
+A row's result depends on that row only. Steps that no row of a batch needs are skipped, and for rows that do not need
+them they are exact no-ops (x / 1, x - 0, a threshold of -inf), so the batch never changes a request's tokens. A verify
+pass has one row for each position. Each row has its request's settings (`SamplingRows.select`) and the history that its
+position would have without speculation (`TokenHistory.after_chain`, `after_tree`), so its distribution is that of plain
+decoding.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,9 @@ from fledge.kernels.sample import choose
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRows:
-    """The settings of each row, as tensors, and what the host knows about all of them together.
+    """Sampling settings as tensors, one row each, and host flags that summarise them.
 
-    The host flags only ever err towards work: after `select` an `any_*` may be true for nobody, never false for
-    somebody.
+    The flags may be conservative: after `select` an `any_*` may be true although no row needs it, never the reverse.
     """
 
     temperature: Tensor  # [rows] float32; 1 where greedy
@@ -59,7 +58,7 @@ class SamplingRows:
         vocab_size: int,
         device: torch.device | str = "cpu",
     ) -> "SamplingRows":
-        """One row for each request. `seeds` are the resolved ones: the request's own, or what the engine drew."""
+        """One row per request. `seeds`: the request's own, or one that the engine chose."""
         assert len(params) == len(seeds), "one seed for each request"
 
         def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
@@ -88,19 +87,19 @@ class SamplingRows:
         )
 
     def select(self, index: Tensor) -> "SamplingRows":
-        """Return the rows at `index` [n]; a row may be taken many times or not at all."""
+        """Return the rows at `index` [n], which may repeat."""
         taken: dict[str, Any] = {name: one[index] for name, one in vars(self).items() if isinstance(one, Tensor)}
         return replace(self, **taken)
 
     def repeat(self, times: int) -> "SamplingRows":
-        """Return each row `times` times in a row: [a, b] -> [a, a, b, b]. Verify rows are `repeat(depth + 1)`."""
+        """Repeat each row: [a, b] -> [a, a, b, b]. Verify rows are `repeat(depth + 1)`."""
         rows = torch.arange(self.temperature.shape[0], device=self.temperature.device)
         return self.select(rows.repeat_interleave(times))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenHistory:
-    """Which tokens each row has seen: all that penalties need to know. Methods return new histories."""
+    """The tokens in each row's prompt and output, for penalties. Methods return new histories."""
 
     prompt_mask: Tensor  # [rows, vocab] bool
     output_counts: Tensor  # [rows, vocab] int32
@@ -114,7 +113,7 @@ class TokenHistory:
         vocab_size: int,
         device: torch.device | str = "cpu",
     ) -> "TokenHistory":
-        """Count each request's prompt and output so far."""
+        """One row per request: its prompt, and its output so far."""
 
         def counts(rows: Sequence[Sequence[int]]) -> Tensor:
             each = [torch.bincount(torch.tensor(r, dtype=torch.int64), minlength=vocab_size) for r in rows]
@@ -125,9 +124,9 @@ class TokenHistory:
     def after_chain(self, drafts: Tensor) -> "TokenHistory":
         """Return the histories of a chain's verify rows, [batch * (depth + 1), vocab].
 
-            drafts [d0, d1, d2]   row 0 has seen -    row 1: d0    row 2: d0 d1    row 3: d0 d1 d2
+            drafts [d0, d1, d2]   row 0: none    row 1: d0    row 2: d0 d1    row 3: d0 d1 d2
 
-        `drafts` is [batch, depth] with -1 as padding. Row i of a request checks draft i, or follows the last one.
+        `drafts` is [batch, depth] with -1 as padding. Row i of a request verifies draft i, or follows the last one.
         """
         rows = drafts.shape[1] + 1
         return self.after_tree(drafts, torch.ones(1, rows, rows, dtype=torch.bool, device=drafts.device).tril())
@@ -135,7 +134,7 @@ class TokenHistory:
     def after_tree(self, tokens: Tensor, visible: Tensor) -> "TokenHistory":
         """Return the histories of the verify rows of trees, [batch * (nodes + 1), vocab].
 
-        Row 0 is the root and has seen no draft; row n + 1 has seen node n and the ancestors of n. `tokens` is
+        Row 0 is the root and includes no draft; row n + 1 includes node n and its ancestors. `tokens` is
         [batch, nodes] with -1 as padding, `visible` is `tree.visibility(parents)`, [batch, nodes + 1, nodes + 1].
         """
         rows = visible.shape[1]
@@ -148,17 +147,17 @@ class TokenHistory:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """Return the most likely token of each row, [rows, vocab] -> [rows]; the lowest id among equals."""
+    """Return the most likely token of each row, [rows, vocab] -> [rows]; of equals, the lowest id."""
     return logits.argmax(-1)
 
 
 def distribution(
     logits: Tensor, rows: SamplingRows, *, history: TokenHistory | None = None, forbidden: Tensor | None = None
 ) -> Tensor:
-    """Return the exact float32 distribution [rows, vocab] the target samples from; greedy rows are one-hot.
+    """Return the exact float32 distribution [rows, vocab] that the target samples from; greedy rows are one-hot.
 
-    `history` is needed when a row has a penalty. `forbidden` is a bool mask [rows, vocab] of tokens that may not
-    come yet (stop ids before min_tokens) and must leave each row at least one token. `logits` is not changed.
+    `history` is required if a row has a penalty. `forbidden` is a bool mask [rows, vocab] of tokens that are not
+    allowed here (stop ids before min_tokens); at least one token of each row must be allowed. `logits` is not modified.
     """
     adjusted = adjust_logits(logits, rows, history=history, forbidden=forbidden)
     shaped = adjusted if rows.all_greedy else _shape_logits(adjusted, rows)
@@ -177,7 +176,7 @@ def choose_at(
     history: TokenHistory | None = None,
     forbidden: Tensor | None = None,
 ) -> Tensor:
-    """Return the target's own choice at each of `positions` [rows], by the rows' seeds."""
+    """Return the target's choice at each of `positions` [rows], sampled with the rows' seeds."""
     if rows.all_greedy:
         return greedy(adjust_logits(logits, rows, history=history, forbidden=forbidden))
     probs = distribution(logits, rows, history=history, forbidden=forbidden)
@@ -187,7 +186,7 @@ def choose_at(
 def adjust_logits(
     logits: Tensor, rows: SamplingRows, *, history: TokenHistory | None = None, forbidden: Tensor | None = None
 ) -> Tensor:
-    """Apply what can change the most likely token: bias, min-tokens mask, penalties. Greedy rows stop here."""
+    """Apply the steps that can change the argmax: bias, min-tokens mask, penalties."""
     logits = logits.float()
     if rows.logit_bias is not None:
         logits = logits + rows.logit_bias
@@ -200,7 +199,7 @@ def adjust_logits(
 
 
 def _penalise(logits: Tensor, rows: SamplingRows, history: TokenHistory) -> Tensor:
-    """Repetition counts prompt and output, presence and frequency only output."""
+    """Apply penalties. Repetition covers prompt and output, presence and frequency only the output."""
     produced = history.output_counts > 0
     factor = torch.where(history.prompt_mask | produced, rows.repetition_penalty[:, None], 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
@@ -209,14 +208,14 @@ def _penalise(logits: Tensor, rows: SamplingRows, history: TokenHistory) -> Tens
 
 
 def _shape_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Apply what leaves the most likely token in place: temperature, min-p, top-k, top-p."""
+    """Apply the steps that keep the argmax: temperature, min-p, top-k, top-p."""
     logits = logits / rows.temperature[:, None]
     filters = Filters(top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p)
     return keep_likeliest(logits, filters, max_top_k=rows.max_top_k, any_min_p=rows.any_min_p, any_top_p=rows.any_top_p)
 
 
 def _bias_table(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> Tensor | None:
-    """Return the biases as one [rows, vocab] table, or None when no request has any."""
+    """Return logit biases [rows, vocab]; None if no request has any."""
     entries = [(row, token, bias) for row, p in enumerate(params) for token, bias in (p.logit_bias or {}).items()]
     if not entries:
         return None

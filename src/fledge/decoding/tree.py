@@ -1,12 +1,12 @@
-"""EAGLE-2's dynamic draft trees (Li et al., 2024): grow by confidence, then keep the best nodes of all depths.
+"""EAGLE-2's dynamic draft trees (Li et al., 2024): expand the most confident nodes, then keep the best of all depths.
 
-    root ──► "the" ─┬─► "cat" ───► "sat"       the drafter's confidence in a node is the product of the draft
-         │          └─► "dog"                  probabilities on the way to it; scores are its logarithm
+    root ──► "the" ─┬─► "cat" ───► "sat"       a node's confidence is the product of the draft probabilities
+         │          └─► "dog"                  on its path; its score is the logarithm of that
          └─► "a" ─────► "cat"
 
-The root is the last verified token; it is not a draft. A level is drafted by `expand`, which also says which of
-its candidates to grow further; `rank` turns all levels into the `DraftTree` the target verifies. A parent scores
-at least as much as its child, so the best nodes form a tree by themselves; `rank` says why ties keep that true.
+The root is the last verified token; it is not a draft. `expand` drafts a level and selects the candidates to expand
+next; `rank` reduces all levels to the `DraftTree` that the target verifies. A parent's score is at least its child's,
+so the best nodes form a tree; `rank` says why this holds for ties too.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from fledge.kernels.top_rows import first_largest
 
 @dataclass(frozen=True, kw_only=True)
 class Expansion:
-    """All candidates of one level, and those of them whose continuations are drafted next."""
+    """All candidates of one level, and the frontier: those to expand next."""
 
     tokens: Tensor  # [..., candidates] int64
-    origins: Tensor  # [..., candidates] int64, the frontier row each one continues
+    origins: Tensor  # [..., candidates] int64, the row of the previous frontier that each one continues
     scores: Tensor  # [..., candidates] cumulative log-probability
-    frontier: Tensor  # [..., width] int64, candidates to grow, best first
+    frontier: Tensor  # [..., width] int64, indices of candidates, best first
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTree:
-    """Drafts to verify in one pass. Parents come before children; no two children of a node share a token.
+    """Drafts to verify in one pass. Parents come before children; siblings have different tokens.
 
     In verify rows (`visibility`, the target's choices) row 0 is the root and row n + 1 is node n.
     """
@@ -40,21 +40,22 @@ class DraftTree:
     parents: Tensor  # [..., nodes] int64, -1 is the root
     depths: Tensor  # [..., nodes] int64, 1 for the root's children
     scores: Tensor  # [..., nodes]
-    max_depth: int  # a bound on depths that the host knows without asking the device
+    max_depth: int  # a bound on depths, known to the host
 
 
 def expand(scores: Tensor, logprobs: Tensor, width: int) -> Expansion:
-    """Draft one level: the best `width` continuations of each frontier node, and the best `width` of them all.
+    """Draft one level: the best `width` continuations of each frontier node; the best `width` of all are the frontier.
 
-    Equals go by number, and what is not a number is the worst there is.
+    Of equals the lowest index wins; NaN is worst.
+
     `scores` is [..., frontier] and `logprobs` [..., frontier, vocab], the drafter's log-softmax after each frontier
-    node. The first level has the root for its frontier: scores of [0] and logprobs of [1, vocab]. The frontier of
-    the next level is `expansion.frontier`, with the scores at those places.
+    node. The first level's frontier is the root: scores [0], logprobs [1, vocab]. The next level's frontier is
+    `expansion.frontier`, with `expansion.scores` at these indices.
     """
     per_node = min(width, logprobs.shape[-1])
     best, tokens = first_largest(logprobs, per_node)  # [..., frontier, per_node]
-    # A log-softmax may round to a hair above zero. A child must never outscore its parent: the tree would fall apart,
-    # and a token be accepted that nobody chose.
+    # A log-softmax may round to slightly above zero. But if a child outscored its parent, the kept nodes might not be
+    # connected, and a token be accepted that the target did not choose.
     best = best.clamp(max=0.0)
     candidates = (scores[..., None] + best).flatten(-2)
     origins = torch.arange(scores.shape[-1], device=scores.device).repeat_interleave(per_node)
@@ -67,9 +68,9 @@ def expand(scores: Tensor, logprobs: Tensor, width: int) -> Expansion:
 def rank(levels: Sequence[Expansion], budget: int) -> DraftTree:
     """Keep the best `budget` candidates of all levels, as a tree. The root is not counted (EAGLE counts it).
 
-    Candidates are numbered level by level, so a parent has a lower number than its child and at least its score.
-    A stable sort by descending score therefore puts every parent before its children, equal scores included, and
-    any prefix of it is connected.
+    Candidates are indexed level by level, so a parent has a lower index than its child, and at least its score. A
+    stable sort by descending score therefore puts every parent before its children, ties included, and any prefix of
+    it is connected.
     """
     parents_by_level = [torch.full_like(levels[0].origins, -1)]
     start = 0
@@ -82,7 +83,7 @@ def rank(levels: Sequence[Expansion], budget: int) -> DraftTree:
     depths = torch.cat([torch.full_like(level.tokens, depth) for depth, level in enumerate(levels, start=1)], dim=-1)
 
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :budget]
-    kept = best.sort(dim=-1).values  # back in order of number: parents first
+    kept = best.sort(dim=-1).values  # by index again: parents first
     places = torch.arange(kept.shape[-1], device=kept.device).expand(kept.shape)
     renumbered = torch.full_like(tokens, -1).scatter(-1, kept, places)
     old_parents = parents.gather(-1, kept)
@@ -97,13 +98,13 @@ def rank(levels: Sequence[Expansion], budget: int) -> DraftTree:
 
 
 def tree_size(*, depth: int, width: int, budget: int, vocab_size: int) -> int:
-    """Return how many nodes `rank` keeps after `depth` levels of `expand`."""
+    """Return the number of nodes that `rank` keeps after `depth` levels of `expand`."""
     widths = level_widths(depth=depth, width=width, vocab_size=vocab_size)
     return min(budget, min(width, vocab_size) * sum(widths))
 
 
 def level_widths(*, depth: int, width: int, vocab_size: int) -> list[int]:
-    """Return how many nodes each of `depth` levels continues: the root, then frontiers."""
+    """Return the frontier size of each of `depth` levels; the first is the root."""
     widths = [1]
     while len(widths) < depth:
         widths.append(min(width, widths[-1] * min(width, vocab_size)))
@@ -111,10 +112,10 @@ def level_widths(*, depth: int, width: int, vocab_size: int) -> list[int]:
 
 
 def visibility(parents: Tensor) -> Tensor:
-    """Return which verify rows each verify row attends to: itself, its ancestors and the root.
+    """Return the attention mask of the verify rows: each attends to itself, its ancestors and the root.
 
-    [..., nodes] -> bool [..., nodes + 1, nodes + 1]; row 0 is the root. Starting from one step up, each squaring
-    doubles the number of steps, so a logarithmic number of small matrix products reaches the root from any depth.
+    [..., nodes] -> bool [..., nodes + 1, nodes + 1]; row 0 is the root. The parent relation is squared repeatedly; each
+    square doubles the number of steps, so a logarithmic number of small matrix products reaches the root.
     """
     nodes = parents.shape[-1]
     reach = torch.eye(nodes + 1, device=parents.device).repeat(*parents.shape[:-1], 1, 1)

@@ -1,4 +1,4 @@
-"""Which drafts of the chains of a batch stand: by the target's choices, or by rejection where drafts were drawn."""
+"""Acceptance of a batch of chains: by the target's choices, or for sampled drafts by rejection sampling."""
 
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ def accept_admitted(
     *,
     sample_drafts: bool,
 ) -> Accepted:
-    """`accept_chains` where logits are those of the rows that were fed. Nobody looks behind the admitted drafts."""
+    """Like `accept_chains`, with logits of the admitted rows only. Results after the admitted drafts are not used."""
     batch, width = fed.rows.shape
     by_row = sampler.for_rows(sampler.rows[fed.places // width])
     drafts, decided = opened.tokens.view(batch, width)[:, 1:], opened.positions.view(batch, width) + 1
@@ -51,12 +51,12 @@ def accept_admitted(
 
 
 class _Chains(NamedTuple):
-    """The drafts of a batch that are judged."""
+    """The drafts of a batch to verify."""
 
     tokens: Tensor  # [batch, depth]
-    counts: Tensor  # [batch]: how many there are
-    decided: Tensor  # [batch, depth + 1]: positions
-    at: Tensor  # [batch, depth + 1]: the row of the logits that decides each
+    counts: Tensor  # [batch]: number of drafts
+    decided: Tensor  # [batch, depth + 1]: positions of the tokens to choose
+    at: Tensor  # [batch, depth + 1]: the row of the logits for each position
 
 
 def _accept_sampled(
@@ -68,9 +68,10 @@ def _accept_sampled(
     logits: Tensor,
     sample_drafts: bool,
 ) -> Accepted:
-    """Accept drafts that are what was chosen at their places; by rejection where they were drawn, if any may be.
+    """Accept drafts that match the target's choices, or for requests with sampled drafts by rejection sampling.
 
-    `by_row` chooses by the rows of the logits, which decide `positions`.
+    `by_row`: a sampler for the rows of the logits, which are for `positions`. `sample_drafts`: whether any request of
+    the batch may have sampled drafts.
     """
     is_judged = sample_drafts and chains.tokens.shape[1] > 0
     weighed = by_row.weigh(logits) if is_judged else None
@@ -91,7 +92,7 @@ def _accept_sampled(
         *uniforms,
         draft_lengths=chains.counts,
     )
-    # A row without drafts chooses as in a round without drafts: what others do must not change its tokens.
+    # A row without drafts takes the target's choice: its tokens must not depend on the batch.
     is_drawn = state.sample_drafts[sampler.rows] & (chains.counts > 0)
     tokens = torch.where(is_drawn[:, None], rejection.tokens, matching.tokens)
     return Accepted(tokens, torch.where(is_drawn, rejection.accepted, matching.accepted))

@@ -1,8 +1,8 @@
-"""What changes a request's logits before anything is chosen (bias, `min_tokens`, penalties, grammars), on the device.
+"""Logit adjustments on the device: bias, `min_tokens`, penalties, grammar masks.
 
-Few requests ask for it, and what it takes is as long as the vocabulary: there are `SLOTS` places, each with settings
-and with what the request has seen so far. Rounds keep that up to date, so that the host need not come in between. What
-a grammar refuses, now and after each draft, the host writes there before each round.
+Few requests use them, and they take tensors as long as the vocabulary, so there are `SLOTS` slots with settings and
+token counts. Rounds update the counts on the device. Grammar masks, for the next token and after each draft, are
+written by the host before each round.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from fledge.engine.request import Request
 from fledge.kernels.adjust import SlotTables
 
 SLOTS = 8
-SIZES = (0, 1, SLOTS)  # entries of a batch that a graph takes
-STAGES = 4  # of masks on their way: a launch has two at most, for its round and for its prompts, and two are under way
+SIZES = (0, 1, SLOTS)  # numbers of adjusted entries that graphs are captured for
+STAGES = 4  # host buffers for masks: two launches are in flight, each with at most two (its round and its prompts)
 
 
 def entries_adjusting(requests: Sequence[Request], size: int, batch: int) -> list[int]:
-    """Return which entries of a batch hold slots, and then which slots: `size` of each, padded with nobody's."""
+    """Return `size` entries of a batch that have a slot, then their slots; padded with entry `batch`, the last slot."""
     found = [(i, request.slot) for i, request in enumerate(requests) if request.slot is not None]
     found += [(batch, SLOTS)] * (size - len(found))
     return [entry for entry, _ in found] + [slot for _, slot in found]
 
 
 class Adjustments:
-    """The slots, and a last one that is nobody's and changes nothing."""
+    """`SLOTS` slots, and a last one for padding, which changes nothing."""
 
     def __init__(self, vocab_size: int, max_depth: int, device: torch.device) -> None:
         settings = SamplingRows.from_params(
@@ -44,16 +44,16 @@ class Adjustments:
             output_counts=torch.zeros(shape, dtype=torch.int32, device=device),
         )
         self.stops = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.stops_from = torch.zeros(SLOTS + 1, dtype=torch.int64, device=device)  # the first position they may be at
-        # By a grammar, after so many drafts: of what the last masks were for. Beyond these nobody looks.
+        self.stops_from = torch.zeros(SLOTS + 1, dtype=torch.int64, device=device)  # first position they are allowed at
+        # By the grammar, after each number of drafts. Entries after the last masks written are stale, and not used.
         self.refused = torch.zeros(SLOTS + 1, max_depth + 1, vocab_size, dtype=torch.bool, device=device)
-        self._staged: Tensor | None = None  # [stages, slots, depths, vocab] on the host, once there is a grammar
+        self._staged: Tensor | None = None  # [stages, slots, depths, vocab] on the host; allocated when needed
         self._stage = 0
-        self._holders: list[Request | None] = [None] * SLOTS
+        self._owners: list[Request | None] = [None] * SLOTS
 
     @property
     def tables(self) -> SlotTables:
-        """All of it, for kernels."""
+        """All tensors, for kernels."""
         given, seen = self.settings, self.seen
         assert given.logit_bias is not None
         return SlotTables(
@@ -68,13 +68,13 @@ class Adjustments:
             frequency_penalty=given.frequency_penalty,
         )
 
-    def hold(self, request: Request) -> None:
-        """Give a request that is about to be read a slot, if one is free, and write down all that is known of it."""
-        request.slot = next((i for i, holder in enumerate(self._holders) if holder is None or holder.row is None), None)
+    def assign_slot(self, request: Request) -> None:
+        """Give a request a free slot, if there is one, and initialise it. A slot is free if its owner has no row."""
+        request.slot = next((i for i, owner in enumerate(self._owners) if owner is None or owner.row is None), None)
         slot, params = request.slot, request.params
         if slot is None:
             return
-        self._holders[slot] = request
+        self._owners[slot] = request
         vocab_size, device = self.stops.shape[1], self.stops.device
         given = SamplingRows.from_params([params], [0], vocab_size=vocab_size, device=device)
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -90,10 +90,10 @@ class Adjustments:
         self.seen.prompt_mask[slot], self.seen.output_counts[slot] = seen.prompt_mask[0], seen.output_counts[0]
 
     def refuse(self, masks: Sequence[tuple[int, Masks]]) -> None:
-        """Let the next choices of holders be among what their masks leave: (slot, masks after 0, 1, ... drafts).
+        """Write grammar masks for the next round: (slot, masks after 0, 1, ... drafts).
 
-        By numpy, whose loops take one thread: waking the others takes longer. A copy to a GPU is queued, from memory
-        that is not written again before it is done.
+        With numpy, which uses one thread: waking others takes longer. Copies to a GPU are asynchronous, from a buffer
+        that is not reused before they are done.
         """
         if self._staged is None:
             shape = STAGES, SLOTS, *self.refused.shape[1:]
@@ -109,10 +109,10 @@ class Adjustments:
             self.refused[slot, : len(of_slot)].copy_(staged, non_blocking=True)
 
     def adjust(self, logits: Tensor, slots: Tensor, positions: Tensor, drafts: Tensor) -> Tensor:
-        """Adjust logits [n * width, vocab] of holders of `slots` [n], which decide `positions` [n, width].
+        """Return the adjusted logits [n * width, vocab] of `slots` [n], at `positions` [n, width].
 
-        `drafts` [n, width - 1] lie on the way. Where a grammar leaves nothing but an end that `min_tokens` holds back,
-        the grammar is right. Nothing here reads a tensor.
+        `drafts` [n, width - 1] precede positions 1, 2, ... If a grammar allows nothing but an end that `min_tokens`
+        forbids, it is allowed. No tensor is read on the host.
         """
         seen = TokenHistory(prompt_mask=self.seen.prompt_mask[slots], output_counts=self.seen.output_counts[slots])
         repeated, places = slots.repeat_interleave(positions.shape[1]), positions.flatten()
@@ -124,7 +124,7 @@ class Adjustments:
         return adjust_logits(logits, rows, history=seen.after_chain(drafts), forbidden=forbidden)
 
     def count(self, slots: Tensor, tokens: Tensor) -> None:
-        """Take down what holders of `slots` [n] emitted: tokens [n, width], then PADDING."""
+        """Count the tokens [n, width] that `slots` [n] emitted, padded with PADDING."""
         vocab_size = self.stops.shape[1]
         at = slots[:, None] * vocab_size + tokens.clamp(min=0)
         self.seen.output_counts.view(-1).index_add_(0, at.flatten(), (tokens >= 0).flatten().to(torch.int32))

@@ -1,4 +1,4 @@
-"""What the controller chooses between: an arm for each round, and a kind for each request."""
+"""Arms, between which the controller chooses for each round, and kinds of requests."""
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Arm(NamedTuple):
-    """What is drafted in a round, or verified: a chain of `depth` tokens, a tree of `depth` levels; 0: nothing."""
+    """What a round drafts or verifies: a chain of `depth` tokens, or a tree of `depth` levels; 0: no drafts."""
 
     depth: int
     is_tree: bool = False
@@ -16,18 +16,17 @@ PLAIN = Arm(0)
 
 
 class RequestKind(StrEnum):
-    """How a request's tokens are decided: how often its drafts stand and what its rounds cost depend on it."""
+    """How a request's tokens and drafts are chosen. Acceptance rates and costs are known for each kind separately."""
 
     GREEDY = "greedy"
-    SAMPLED = "sampled"  # drafts are the drafter's best: a seed gives the same text with and without them
-    SAMPLED_DRAFTS = "sampled drafts"  # they are drawn as well and accepted by rejection, which more of them survive
+    SAMPLED = "sampled"  # argmax drafts: a seed gives the same text with and without speculation
+    SAMPLED_DRAFTS = "sampled drafts"  # drafts are sampled too, and accepted by rejection sampling: more are accepted
 
     @classmethod
     def of_round(cls, kinds: Collection["RequestKind"]) -> "RequestKind":
-        """The kind of a round of these: its costliest one's."""
+        """Return the kind of a round: the most expensive one of its requests."""
         return next((kind for kind in (cls.SAMPLED_DRAFTS, cls.SAMPLED) if kind in kinds), cls.GREEDY)
 
 
-Acceptance = Mapping[
-    RequestKind, Sequence[float]
-]  # by depth: of the drafts before which all stand, the share that does
+# By depth: the acceptance rate of drafts whose predecessors were all accepted.
+Acceptance = Mapping[RequestKind, Sequence[float]]

@@ -1,12 +1,12 @@
-"""Which block of the key/value caches belongs to whom: allocation, sharing of equal prefixes, eviction.
+"""Blocks of the paged KV caches: allocation, prefix caching, eviction (LRU).
 
-Pure bookkeeping on the host; the tensors are in `layers/paged_cache.py`. Target and drafter have caches of their own
-but share the block numbers: slot i of a request's block table holds the target's and the drafter's row for position i.
+Bookkeeping on the host; the tensors are in `layers/paged_cache.py`. Target and drafter have separate caches with common
+block numbers: slot i of a request's block table holds the target's and the drafter's row for position i.
 
-A full block whose contents are final can be found again by later requests through its key, which chains the keys of
-all blocks before it. The drafter's row at position i is computed from token i + 1 as well, so the key of a block also
-covers the first token *after* it: a hit never hands out a drafter row made for another continuation. (An engine
-that leaves this out must recompute the end of every hit, or loses acceptance.)
+A full block with final contents gets a key (a hash chained over all blocks before it) and can be reused by later
+requests. The drafter's row at position i depends on token i + 1 too, so a block's key also covers the first token
+*after* it: a hit never returns a drafter row computed for another continuation. (Without that, an engine must recompute
+the end of every hit, or loses acceptance.)
 """
 
 import hashlib
@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True)
 class BlockTable:
-    """The blocks of one sequence, in order, and the keys of those that are findable. Changed by `BlockManager` only."""
+    """The blocks of one sequence, in order, and the keys of its full blocks. Changed by `BlockManager` only."""
 
-    salt: bytes = b""  # only sequences with the same share blocks
+    salt: bytes = b""  # blocks are shared only between sequences with the same salt
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
 
 
 class BlockManager:
-    """Hands out blocks of `block_size` slots. Block 0 is never handed out: padding rows write there.
+    """Allocates blocks of `block_size` slots. Block 0 is never allocated: padding rows write there.
 
-    A block is *free* (in no sequence and worth nothing), *cached* (in no sequence, but its key may be asked for) or
-    *used* (in one or more sequences). Cached blocks are given up oldest first when there are no free ones.
+    A block is *free* (in no sequence, without a key), *cached* (in no sequence, with a key) or *used* (in one or more
+    sequences). If there are no free blocks, the least recently used cached one is evicted.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
@@ -37,8 +37,8 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.asked_tokens = 0  # by `match`
-        self.hit_tokens = 0
+        self.asked_tokens = 0  # looked up by `match`
+        self.hit_tokens = 0  # found by it
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._references = [0] * num_blocks
@@ -47,12 +47,12 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be handed out at all."""
+        """Blocks that can be allocated, used ones included."""
         return self.num_blocks - 1
 
     @property
     def available(self) -> int:
-        """Blocks that can be handed out now, cached ones included."""
+        """Blocks that can be allocated now, cached ones included."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -63,7 +63,7 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def match(self, tokens: Sequence[int], salt: bytes = b"") -> BlockTable:
-        """Return a table with every cached block that begins `tokens`; at least one token is left to compute."""
+        """Return a table with the longest cached prefix of `tokens`; at least one token is left to compute."""
         table = BlockTable(salt=salt)
         self.asked_tokens += len(tokens)
         if self.prefix_caching:
@@ -85,17 +85,17 @@ class BlockManager:
         return len(table.blocks) * self.block_size >= tokens
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
-        """Give the table room for `tokens` tokens; False, and nothing taken, when there are not enough blocks."""
+        """Allocate blocks for `tokens` tokens; False, and no change, if there are not enough."""
         missing = self.blocks_for(tokens) - len(table.blocks)
         if missing > self.available:
             return False
-        table.blocks.extend(self._fresh() for _ in range(missing))
+        table.blocks.extend(self._allocate() for _ in range(missing))
         return True
 
     def commit(self, table: BlockTable, tokens: Sequence[int], settled: int) -> None:
-        """Make the full blocks among the first `settled` positions of the sequence `tokens` findable.
+        """Give keys to the full blocks of the first `settled` positions, whose target and drafter rows are final.
 
-        Settled means that target and drafter rows are final. Of two equal blocks the first to come keeps the key.
+        Of two equal blocks the first keeps the key.
         """
         if not self.prefix_caching:
             return
@@ -108,9 +108,9 @@ class BlockManager:
                 self._key_of[table.blocks[index]] = key
 
     def release(self, table: BlockTable) -> None:
-        """Give the table's blocks back and empty it. The end of a sequence is evicted before its beginning."""
+        """Release the table's blocks and empty it. The last blocks of a sequence will be evicted first."""
         for block in reversed(table.blocks):
-            assert self._references[block] > 0, f"block {block} is released more often than taken"
+            assert self._references[block] > 0, f"block {block} is released more often than allocated"
             self._references[block] -= 1
             if self._references[block] == 0:
                 if block in self._key_of:
@@ -121,14 +121,16 @@ class BlockManager:
         table.keys.clear()
 
     def forget(self, table: BlockTable) -> list[int]:
-        """Let nobody find the table's blocks any more: what is in them is wrong. Return the blocks nobody else has."""
+        """Drop the keys of the table's blocks: their contents are wrong. Return the blocks no other table has."""
         for block in table.blocks:
             if block in self._key_of:
                 del self._block_of[self._key_of.pop(block)]
         return [block for block in table.blocks if self._references[block] == 1]
 
-    def forget_all(self, tables: Iterable[BlockTable]) -> None:
-        """Let nobody find any block: the drafter's rows are void. Those of `tables` can be committed again."""
+    def reset_prefix_cache(self, tables: Iterable[BlockTable]) -> None:
+        """Drop all keys: the drafter's rows are invalid. The blocks of `tables`, which are in use, can be committed
+        again.
+        """
         self._key_of.clear()
         self._block_of.clear()
         self._free.extend(self._cached)
@@ -137,7 +139,7 @@ class BlockManager:
             table.keys.clear()
 
     def check_integrity(self, tables: Iterable[BlockTable] = ()) -> None:
-        """Assert that every block is in exactly one state, and referenced exactly as `tables` reference it."""
+        """Assert that every block is in exactly one state, and that reference counts match `tables`."""
         expected = [0] * self.num_blocks
         for table in tables:
             for block in table.blocks:
@@ -151,16 +153,16 @@ class BlockManager:
         assert not set(self._free) & set(self._key_of), "a free block has a key"
 
     def _key(self, table: BlockTable, tokens: Sequence[int], index: int) -> bytes:
-        """The key of block `index`: of its parent's key, its tokens, and the token after them.
+        """Return the key of block `index`: a hash of the previous block's key, its tokens and the token after them.
 
-        A cryptographic digest, because whoever can make two prefixes collide can read another user's cache.
+        Cryptographic, because a collision of two prefixes would expose another user's cache.
         """
         start = index * self.block_size
         parent = table.keys[index - 1] if index else table.salt
         covered = array("q", tokens[start : start + self.block_size + 1])
         return hashlib.blake2b(parent + covered.tobytes(), digest_size=16).digest()
 
-    def _fresh(self) -> int:
+    def _allocate(self) -> int:
         if self._free:
             block = self._free.pop()
         else:

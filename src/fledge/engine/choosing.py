@@ -1,4 +1,4 @@
-"""Which engine runs a target with these options: ours, or vLLM."""
+"""Selection of the engine for a target and its options: ours, or vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -15,9 +15,9 @@ ENGINES = ("fledge", "vllm", "auto")
 
 
 def own_config(model: str | Path, engine: str, options: Mapping[str, Any]) -> EngineConfig | None:
-    """Return how our engine runs it; None: vLLM does, as was asked for or, with "auto", because ours cannot.
+    """Return the config for our engine; None for vLLM: if requested or, with "auto", if ours cannot run the target.
 
-    Raises NeedsVllmError where ours was asked for and cannot.
+    Raises NeedsVllmError if ours is requested and cannot run it.
     """
     if engine not in ENGINES:
         raise ConfigError(f"engine: found '{engine}', allowed is {' or '.join(ENGINES)}")

@@ -1,11 +1,10 @@
-"""What an answer may look like, token by token: the seam between the engine and whoever knows grammars.
+"""Token constraints: the interface between the engine and grammars (structured output).
 
-The host sees each round of a request with a constraint before its next, and masks every position that is verified with
-what the grammar allows there, given the drafts before it. That cuts a chain at the first draft that the
-grammar refuses: it has no probability under its mask and falls like any other wrong draft. So what is lossless stays
-lossless (the tokens are those of masked decoding without speculation), and acceptance is counted as ever. Taking the
-refused draft out before the round would not do: where drafts are drawn at random, its correction must come from what
-the target's distribution has above the drafter's, and a round of which nothing is left would not count as one.
+The host reads each round of a request with a constraint before its next one, and masks every verified position with the
+tokens that the grammar allows after the drafts before it. A draft that the grammar refuses has probability 0 under its
+mask and is rejected like any other wrong draft. So decoding stays lossless (the tokens are those of masked decoding
+without speculation), and acceptance is counted as usual. Removing the refused draft before the round would be wrong:
+for sampled drafts the correction must come from max(p - q, 0), and a round without drafts would not be counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,45 +16,45 @@ from torch import Tensor
 from fledge.decoding.params import SamplingParams
 from fledge.errors import ConfigError
 
-Masks = list[Tensor | None]  # one for each verify row of a request; None: everything is allowed, or nobody asks
-CONSTRAINT_FAILURE = "structured output: "  # how the error of a request begins whose constraint failed
+Masks = list[Tensor | None]  # one for each verify row of a request; None: all tokens are allowed, or it is not used
+CONSTRAINT_FAILURE = "structured output: "  # prefix of the error of a request whose constraint failed
 
 
 class TokenConstraint(Protocol):
-    """The state of one answer's grammar after the tokens that were accepted. Belongs to one request.
+    """State of a grammar after an answer's accepted tokens. Belongs to one request.
 
-    Masks are bool [vocab] on the CPU, True where a token may come, and leave at least one token. A method that cannot
-    go on (a parser at its limits) raises; the engine then ends that request and no other.
+    Masks are bool [vocab] on the CPU, True for allowed tokens, and allow at least one. If a method raises (a parser at
+    its limits), the engine ends this request only.
     """
 
     def masks(self, tokens: Sequence[int]) -> Masks:
-        """Return the masks before each of the tokens that the grammar takes in a row, and after the last of those."""
+        """Return the masks before each of `tokens`, as far as the grammar accepts them, and after the last accepted."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Move on past tokens that have become part of the answer."""
+        """Advance past tokens that were appended to the answer."""
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is whole and nothing but its end can follow."""
+        """Whether the answer is complete: only an end of text can follow."""
         ...
 
 
-# One for each answer: a request for several answers has as many constraints.
+# Called once for each answer of a request.
 ConstraintFactory = Callable[[], TokenConstraint]
 
 
 class TokenRules:
-    """`allowed_token_ids` and `bad_words` as a constraint, alone or beside a grammar: what both allow may come."""
+    """`allowed_token_ids` and `bad_words` as a constraint, combined with a grammar if there is one."""
 
     def __init__(self, grammar: TokenConstraint | None, base: Tensor, words: Sequence[list[int]]) -> None:
-        """`base`: bool [vocab], what may come at all. `words`: tokens that must not come in a row."""
+        """`base`: bool [vocab], the allowed tokens. `words`: forbidden sequences of tokens."""
         self._grammar = grammar
         self._base = base
         self._words = words
         self._longest = max(map(len, words), default=1) - 1
-        self._tail: list[int] = []  # of the answer
+        self._tail: list[int] = []  # last tokens of the answer
 
     def masks(self, tokens: Sequence[int]) -> Masks:
         allowed: Masks = [None] * (len(tokens) + 1) if self._grammar is None else self._grammar.masks(tokens)
@@ -85,21 +84,21 @@ class TokenRules:
 def with_token_rules(
     grammar: TokenConstraint | None, params: SamplingParams, tokenizer: Any | None, vocab_size: int
 ) -> TokenConstraint | None:
-    """Return the constraint of an answer: the grammar's, if any, and what the parameters say of single tokens."""
+    """Return the constraint of an answer: the grammar, if any, with `allowed_token_ids` and `bad_words`."""
     if params.allowed_token_ids is None and not params.bad_words:
         return grammar
     if params.bad_words and tokenizer is None:
         raise ConfigError("bad_words: needs a tokenizer, which this model lacks", param="bad_words")
     words: list[list[int]] = []
     for word in params.bad_words:
-        # As vLLM has it: at the beginning of a text, and after a blank, if that is as many tokens.
-        plain, after_blank = (
-            tokenizer.encode(f"{blank}{word.lstrip()}", add_special_tokens=False)  # type: ignore[union-attr]
-            for blank in ("", " ")
+        # As in vLLM: at the start of a text, and after a space if that has the same number of tokens.
+        plain, after_space = (
+            tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False)  # type: ignore[union-attr]
+            for space in ("", " ")
         )
         words += [plain] if plain else []
-        if plain and after_blank[:1] != plain[:1] and len(after_blank) == len(plain):
-            words.append(after_blank)
+        if plain and after_space[:1] != plain[:1] and len(after_space) == len(plain):
+            words.append(after_space)
     base = torch.ones(vocab_size, dtype=torch.bool)
     if params.allowed_token_ids is not None:
         base.fill_(False)[list(params.allowed_token_ids)] = True

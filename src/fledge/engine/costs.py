@@ -7,7 +7,7 @@ add was timed while warming up, and is taken off each measured round and put on 
 
 Neighbours come and go, and all rounds are slower or faster with them. So a cost is a part of its own, which is taken
 not to change, times a pace that all rounds share: what moves one cost that is being measured moves the others with it.
-What warming up measured is an expectation only. Rounds of requests may be slower than those of stand-ins, which is the
+What warming up measured is an expectation only. Rounds of requests may be slower than those of dummies, which is the
 pace's matter, and an arm dearer beside the others than was measured, which a few rounds of it show.
 
 The host's own work between two rounds comes on top, or where it overlaps with the device's bounds a round from below:

@@ -1,7 +1,7 @@
-"""What the device holds: the models, their KV caches, and what it knows of the running requests, a row for each.
+"""State on the device: the models, their KV caches, and one row of tensors for each running request.
 
-A round reads and writes it without the host in between. The last row belongs to nobody: rounds are padded with it, and
-what they compute for it goes to block 0 of the caches, which belongs to nobody either.
+Rounds read and write it without the host. The last row is the padding row: batches are padded with it, and its keys and
+values go to block 0 of the caches, which is never allocated.
 """
 
 import logging
@@ -40,43 +40,43 @@ from fledge.progress import timed
 _log = logging.getLogger("fledge.engine")
 
 DEFAULT_CPU_CACHE_BYTES = 2 * 2**30
-FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert E4M3
-MAX_TREE_ROWS = 64  # what tree attention takes in one pass
-DRAFT_PROBS_BYTES = 2**30  # that distributions of sampled drafts may take; where they are asked for they may take more
+FP8_CAPABILITY = (8, 9)  # the first GPUs that convert E4M3
+MAX_TREE_ROWS = 64  # of tree attention in one pass
+DRAFT_PROBS_BYTES = 2**30  # limit for the distributions of sampled drafts, unless these are explicitly enabled
 
 
 class DeviceState:
-    """Models and caches, one row for each running request and `padding_row` for none, all on one device.
+    """Models, caches, one row for each running request and `padding_row`, all on one device.
 
-    Host writes are queued on the device's stream. `drafter` becomes None if it is given up, and may be exchanged.
+    Host writes are queued on the device's stream. `drafter` becomes None if it fails, and may be exchanged.
     """
 
     def __init__(self, config: EngineConfig, target: TargetModel, drafter: Drafter | None) -> None:
-        """Allocate all of it. The config says how long a sequence may be."""
+        """Allocate everything. `config.max_model_len` must be set."""
         assert config.max_model_len is not None
         check_runs_on(target.config, compute_weight(target).device)
         set_batch_invariant(target, config.batch_invariant, drafts_trees=config.drafts_trees)
         self.target, self.drafter = target, drafter
         self.device = compute_weight(target).device
         self.vocab_size = target.config.vocab_size
-        self.verify_blocks = config.verify_blocks  # judge chains that were drawn at random as a whole
+        self.verify_blocks = config.verify_blocks  # block verification of sampled drafts
         self.block_size = config.block_size or (64 if self.device.type == "cuda" else 16)
-        self.tree: TreeShape | None = None  # draft trees, or chains
+        self.tree: TreeShape | None = None  # None: chains only
         self.draft_vocab = self.vocab_size if drafter is None else drafter.config.draft_vocab_size
         nodes = scratch = 0
-        levels: list[int] = []  # how many rows of each the drafter reads as a tree grows
+        levels: list[int] = []  # drafter rows at each level of a growing tree
         speculation, depth = config.speculative_config, config.max_depth
         if speculation is not None and speculation.tree_width is not None:
             self.tree = TreeShape(width=speculation.tree_width, budget=speculation.tree_budget)
             nodes = self.tree_nodes(depth)
             levels = level_widths(depth=depth, width=self.tree.width, vocab_size=self.draft_vocab)[1:]
-            scratch = max(nodes + 1, self.tree.width * depth)  # where trees are laid out, beyond a sequence's end
+            scratch = max(nodes + 1, self.tree.width * depth)  # slots beyond a sequence's end, for trees
         rows, self.padding_row = config.max_num_seqs + 1, config.max_num_seqs
 
         def column(dtype: torch.dtype, *more: int, fill: int = 0) -> Tensor:
             return torch.full((rows, *more), fill, dtype=dtype, device=self.device)
 
-        # Before the caches, which take what is left.
+        # Before the caches, which take the rest of the memory.
         fits = 4 * rows * max(depth, 1) * self.vocab_size <= DRAFT_PROBS_BYTES
         self.can_sample_drafts = drafter is not None and (
             fits if config.sample_drafts is None else config.sample_drafts
@@ -85,31 +85,31 @@ class DeviceState:
         # Slots a request needs beyond its known tokens: one unread round, one to run, its drafts, and room for trees.
         self.lookahead = 3 * (depth + 1) + scratch
         self.max_length = config.max_model_len + self.lookahead  # bound on any sequence
-        # Of a token, that there is room for.
+        # Per token; a drafter that replaces this one cannot have more.
         self.drafter_kv_bytes = 0 if drafter is None else _kv_bytes(config, drafter)
         self.num_blocks = config.num_blocks or self._count_blocks(config)
         with timed(_log, "caches made", self.num_blocks):
             self.target_cache = self._make_cache(config, target, batch_invariant=config.batch_invariant)
             self.drafter_cache = None if drafter is None else self._make_cache(config, drafter)
 
-        self.last_token = column(torch.int64)  # chosen, but not yet seen by the target
-        self.length = column(torch.int64)  # tokens the target has seen: the position of last_token
+        self.last_token = column(torch.int64)  # the newest token, which the target has not processed yet
+        self.length = column(torch.int64)  # tokens in the target's cache: the position of last_token
         self.drafts = column(torch.int64, max(depth, 1))
-        self.confidence = column(torch.float32, max(depth, 1))  # the drafter's largest probability at each of them
+        self.confidence = column(torch.float32, max(depth, 1))  # the drafter's largest probability at each draft
         self.acceptance = torch.zeros(2, 1 + max(depth, 1), device=self.device)  # see `AcceptanceCoefficients`
         self.acceptance[:, 0] = 1.0
-        self.draft_count = column(torch.int64)  # how many of `drafts` are there
-        self.draft_until = column(torch.int64)  # no drafts for positions from here on; 0: no speculation at all
-        self.draft_limit = column(torch.int64)  # no more drafts than this in a round
+        self.draft_count = column(torch.int64)  # number of valid `drafts`
+        self.draft_until = column(torch.int64)  # no drafts for positions from here on; 0: no speculation
+        self.draft_limit = column(torch.int64)  # drafts per round
         self.tree_tokens = column(torch.int64, nodes)
         self.tree_parents = column(torch.int64, nodes, fill=-1)
         self.tree_depths = column(torch.int64, nodes, fill=1)
         self.tree_masks = column(torch.int64, nodes + 1, fill=1)
         read_depths = self.tensor([level for level, width in enumerate(levels) for _ in range(width)])
-        self.read_depths = read_depths.expand(rows, -1)  # of what the drafter reads as a tree grows; never written
-        self.sample_drafts = column(torch.bool)  # draft chains at random, accept by rejection
+        self.read_depths = read_depths.expand(rows, -1)  # depths of a growing tree's drafter rows; constant
+        self.sample_drafts = column(torch.bool)  # sample the drafts of chains, accept by rejection sampling
         self.block_tables = column(torch.int32, -(-self.max_length // self.block_size))
-        # Penalties and biases are in `adjustments`.
+        # Without penalties and biases, which are in `adjustments`.
         self.sampling = SamplingRows.from_params(
             [SamplingParams(temperature=0.0)] * rows, [0] * rows, vocab_size=self.vocab_size, device=self.device
         )
@@ -117,20 +117,20 @@ class DeviceState:
         self.adjustments = Adjustments(self.vocab_size, depth, self.device)
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Set up the rows of requests whose prompts are about to be read."""
+        """Initialise the rows of requests before their prefill."""
         for request in requests:
             request.slot = None
-            if request.adjusts and self.tree is None:  # of trees the host decides
-                self.adjustments.hold(request)
-        asked = [(request, request.params) for request in requests]
+            if request.adjusts and self.tree is None:  # with trees the host chooses their tokens
+                self.adjustments.assign_slot(request)
+        pairs = [(request, request.params) for request in requests]
         whole = [
             (
                 *(r.running_row, r.draft_until, r.draft_limit, r.sample_drafts, r.seed, p.is_greedy),
                 min(p.top_k, self.vocab_size),
             )
-            for r, p in asked
+            for r, p in pairs
         ]
-        real = [(1.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for _, p in asked]
+        real = [(1.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for _, p in pairs]
         index, *values = self.tensor(whole).unbind(1)
         values += self.tensor(real, torch.float64).unbind(1)
         own = self.sampling
@@ -139,8 +139,8 @@ class DeviceState:
             column[index] = given.to(column.dtype)
         self.draft_count[index] = 0
 
-    def unfit(self, config: EngineConfig, drafter: Drafter) -> str | None:
-        """Why a drafter cannot take the place of the one that all this was allocated for; None: it can."""
+    def why_unfit(self, config: EngineConfig, drafter: Drafter) -> str | None:
+        """Return why a drafter cannot replace the one that this state was allocated for; None if it can."""
         needed = _kv_bytes(config, drafter)
         if needed > self.drafter_kv_bytes:
             return f"its KV cache takes {needed} bytes a token, and there is room for {self.drafter_kv_bytes}"
@@ -150,18 +150,18 @@ class DeviceState:
         return None
 
     def cache_for(self, config: EngineConfig, drafter: Drafter) -> PagedCache:
-        """The drafter's cache that there is, if it has the right shape; or another."""
+        """Return the present drafter cache if it has the right shape for `drafter`; otherwise a new one."""
         cache, shape = self.drafter_cache, (drafter.config.num_layers, drafter.config.layer.kv_cache)
         if cache is not None and (cache.num_layers, cache.spec) == shape:
             return cache
         return self._make_cache(config, drafter)
 
     def set_drafter(self, drafter: Drafter, cache: PagedCache) -> None:
-        """Draft with another one, which is not `unfit`. What lies in its cache means nothing to it."""
+        """Use another drafter, which fits (`why_unfit`). The contents of `cache` are invalid."""
         self.drafter, self.drafter_cache, self.draft_vocab = drafter, cache, drafter.config.draft_vocab_size
 
-    def begin_drafter(self, requests: Sequence[Request]) -> None:
-        """Take over how far each of the running requests drafts; forget what confidence meant."""
+    def reset_drafting(self, requests: Sequence[Request]) -> None:
+        """Copy `draft_until` of the running requests; reset the acceptance coefficients."""
         self.acceptance.zero_()
         self.acceptance[:, 0].fill_(1.0)
         if requests:
@@ -169,7 +169,7 @@ class DeviceState:
             self.draft_until[rows] = until
 
     def place_blocks(self, requests: Sequence[Request]) -> None:
-        """Write the blocks of each request's table that are not there yet."""
+        """Copy new blocks of the requests' tables to the device."""
         placements: list[tuple[int, int, int]] = []
         for request in requests:
             blocks = request.table.blocks
@@ -181,35 +181,35 @@ class DeviceState:
             self.block_tables[rows, indices] = numbers.to(torch.int32)
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Let nobody multiply with what is in these blocks of both caches."""
+        """Zero these blocks in both caches: what is not finite there would spread."""
         for cache in (self.target_cache, self.drafter_cache):
             if cache is not None:
                 cache.clear(blocks)
 
     def reset_padding(self) -> None:
-        """The padding row must not wander off, or its positions would leave its block table."""
+        """Reset the padding row: each round advances it, and its positions must stay within its block table."""
         self.length[self.padding_row].zero_()
         self.last_token[self.padding_row].zero_()
 
-    def pose(self, count: int, kind: RequestKind, *, length: int, drafts: int) -> None:
-        """Let the first rows look like requests of this kind, with so many tokens and drafts: to time rounds."""
+    def set_dummy_rows(self, count: int, kind: RequestKind, *, length: int, drafts: int) -> None:
+        """Set the first `count` rows up as requests of this kind, length and number of drafts: to time rounds."""
         self.length[:count] = length
         self.draft_count[:count] = drafts
         self.sample_drafts[:count] = kind is RequestKind.SAMPLED_DRAFTS
         self.sampling.is_greedy[:count] = kind is RequestKind.GREEDY
 
     def tensor(self, values: Sequence[Any] | NDArray[np.int64], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return host values on the device, without waiting for it."""
+        """Copy host values to the device, asynchronously."""
         host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     def set_acceptance(self, coefficients: NDArray[np.float64]) -> None:
-        """Let rounds choose drafts by other coefficients from now on, captured ones too."""
+        """Replace the coefficients by which rounds, captured ones too, choose drafts to verify."""
         self.acceptance.copy_(self.tensor(coefficients.tolist(), torch.float32), non_blocking=True)
 
     @property
     def row_settings(self) -> RowSettings:
-        """How requests draw, for kernels."""
+        """Sampling settings of all rows, for kernels."""
         own = self.sampling
         filters = Filters(top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
         return RowSettings(sampled=~own.is_greedy, temperature=own.temperature, filters=filters)
@@ -218,7 +218,7 @@ class DeviceState:
         return AcceptanceCoefficients(self.acceptance, self.sampling.is_greedy[rows])
 
     def drafted(self, rows: Tensor, arm: Arm) -> Tensor | DraftTree | None:
-        """Return what a round of `rows` [batch] verifies: chains [batch, depth], or trees of so many levels."""
+        """Return the drafts that a round of `rows` [batch] verifies: chains [batch, depth], or a batch of trees."""
         if not arm.is_tree:
             return self.drafts[rows, : arm.depth] if arm.depth else None
         nodes = self.tree_nodes(arm.depth)
@@ -227,7 +227,7 @@ class DeviceState:
             tokens=tokens,
             parents=self.tree_parents[rows, :nodes],
             depths=self.tree_depths[rows, :nodes],
-            scores=tokens.float(),  # ranked already, and not asked for again
+            scores=tokens.float(),  # not used: the tree is already ranked
             max_depth=arm.depth,
         )
 
@@ -241,7 +241,7 @@ class DeviceState:
         tree_mask: Tensor | None = None,
         depths: Tensor | None = None,
     ) -> RoundPass:
-        """Storage for equally many new tokens of each sequence, at `slots`."""
+        """Return storage for the same number of new tokens in each sequence, at `slots`."""
         return RoundPass(
             cache=cache,
             block_tables=tables,
@@ -254,7 +254,7 @@ class DeviceState:
         )
 
     def ragged_storage(self, cache: PagedCache, opened: OpenedRound, admitted: AdmittedRound) -> ChunkPass:
-        """Storage for the admitted tokens of each sequence of a round."""
+        """Return storage for the admitted tokens of each sequence of a round."""
         return ChunkPass(
             cache=cache,
             block_tables=opened.tables,
@@ -267,7 +267,7 @@ class DeviceState:
         )
 
     def tree_nodes(self, depth: int) -> int:
-        """Return how many nodes of a tree of `depth` levels are verified."""
+        """Return the number of nodes to verify of a tree with `depth` levels."""
         tree = self.tree
         assert tree is not None
         nodes = tree_size(depth=depth, width=tree.width, budget=tree.budget, vocab_size=self.draft_vocab)
@@ -279,7 +279,7 @@ class DeviceState:
         return nodes
 
     def _count_blocks(self, config: EngineConfig) -> int:
-        """As many blocks as memory allows, and no more than all requests at full length could use."""
+        """Return as many blocks as memory allows, but no more than all requests at full length could use."""
         per_block = self.block_size * (_kv_bytes(config, self.target) + self.drafter_kv_bytes)
         useful = config.max_num_seqs * -(-self.max_length // self.block_size) + 1
         budget = config.kv_cache_bytes or DEFAULT_CPU_CACHE_BYTES
@@ -315,9 +315,9 @@ def check_runs_on(target: TargetConfig, device: torch.device) -> None:
 
 
 def _kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype:
-    """Return the dtype of a model's KV cache: its own, since attention computes in one dtype, or that of codes."""
+    """Return the dtype of a model's KV cache: the model's own, since attention computes in one dtype, or FP8."""
     if config.kv_cache_dtype in FP8_CACHE_DTYPES:
-        _check_codes(config, model)
+        _check_fp8(config, model)
         return FP8
     own, wanted = compute_weight(model).dtype, choose_dtype(config.kv_cache_dtype)
     if wanted not in (None, own):
@@ -328,8 +328,8 @@ def _kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype
     return own
 
 
-def _check_codes(config: EngineConfig, model: TargetModel | Drafter) -> None:
-    """Refuse, in one line, keys and values in eight bits where the device or the checkpoint has other ideas of them."""
+def _check_fp8(config: EngineConfig, model: TargetModel | Drafter) -> None:
+    """Raise ConfigError if the device or the checkpoint does not support keys and values in FP8."""
     device = compute_weight(model).device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ConfigError(
@@ -344,5 +344,5 @@ def _check_codes(config: EngineConfig, model: TargetModel | Drafter) -> None:
 
 
 def _kv_bytes(config: EngineConfig, model: TargetModel | Drafter) -> int:
-    """What a token takes in a model's KV cache."""
+    """Bytes of one token in a model's KV cache."""
     return model.config.num_layers * model.config.layer.kv_cache.bytes_per_token(_kv_dtype(config, model))

@@ -1,14 +1,14 @@
-"""Fledge's own engine: requests in, tokens out, step by step. It knows token ids only; text is `llm.py`'s business.
+"""Fledge's own engine: requests in, tokens out, step by step. It works with token ids only; text is in `llm.py`.
 
-    step  =  schedule  ->  launch  ->  read what the launch before it produced
+    step  =  schedule  ->  launch  ->  read the results of the previous launch
 
-On a GPU the host reads one launch behind: while the device runs a round, the host digests the previous one and
-schedules the next. On a CPU there is nothing to overlap and every launch is read at once.
+On a GPU the host reads one launch behind: while the device runs a round, the host processes the results of the previous
+one and schedules the next. On a CPU nothing can overlap, and every launch is read at once.
 
-A step that fails is taken back: every request returns to the queue with the tokens that are known of it, and is read
-again. What it would have got it still gets, as its random numbers depend on its seed and positions alone. A drafter
-that fails is given up. Otherwise a request is at fault: the only one in the step, or the only suspect. If several come
-into question all of them become suspects, and are admitted one by one until each has been through a round.
+After a failed step all requests are preempted with their known tokens and recomputed. Their tokens do not change, as
+random numbers depend on seed and position only. If the drafter failed, it is switched off. Otherwise a request is at
+fault: the only one in the step, or the only suspect. If there are several, all become suspects, and are admitted one by
+one until each has completed a round.
 """
 
 import logging
@@ -54,7 +54,7 @@ _log = logging.getLogger("fledge.engine")
 
 
 class LLMEngine:
-    """The engine of this package: one target and, if given, its drafter, on one device. See `protocol.Engine`."""
+    """The engine of this package: one target, with or without a drafter, on one device. See `protocol.Engine`."""
 
     def __init__(
         self,
@@ -67,19 +67,19 @@ class LLMEngine:
         eos_ids: Sequence[int] = (),
         cost_cache: CostCache | None = None,
     ) -> None:
-        """`depth_policy`: by the config, if not given. `info` says `model`, `eos_ids`. `cost_cache`: of warming up."""
+        """`depth_policy`: by default from the config. `model`, `eos_ids`: for `info`. `cost_cache`: for `warm_up`."""
         assert (drafter is None) == (config.speculative_config is None), "a drafter comes with a speculative config"
-        self.target, self.drafter = target, drafter  # as loaded: the device's state may give the drafter up
+        self.target, self.drafter = target, drafter  # as loaded; `DeviceState.drafter` is None after a failure
         if config.pack_weights:
             target, drafter = accelerate(target, drafter)
         self.config = config = replace(config, max_model_len=config.max_model_len or target.config.max_positions)
-        self.requests: dict[str, Request] = {}  # those that have not ended
+        self.requests: dict[str, Request] = {}  # unfinished ones
         self._depth_policy = depth_policy or make_policy(config.speculative_config, config.max_num_seqs)
         self._in_flight: Launch | None = None
-        self._device_seconds = 0.0  # of the present step, that the host waited for the device or was itself the device
+        self._device_seconds = 0.0  # of this step: waiting for the device, or on a CPU computing
         self._turns = Turns()
         self._updates: list[RequestUpdate] = []
-        self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
+        self._involved: Sequence[Request] = ()  # requests that may be at fault if the present operation fails
         self._death: DeadEngineError | None = None
         self._seed = 0
         state = DeviceState(config, target, drafter)
@@ -173,7 +173,7 @@ class LLMEngine:
             priority=priority if self.config.scheduling_policy == "priority" else 0,
         )
         if request.draft_until and not params.is_greedy and self.runner.state.can_sample_drafts:
-            # A request with a seed of its own has the text of that seed, whatever is drafted.
+            # With a seed of its own a request keeps argmax drafts: its text must not depend on speculation.
             choice = request.may_sample_drafts = self.config.sample_drafts is None and params.seed is None
             choice = choice and self._depth_policy.samples_drafts(request, self.requests.values(), self._costs)
             if self.config.sample_drafts or choice:
@@ -201,7 +201,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         if self.admission is not None and not self.requests:
-            self.admission.model.digest()  # otherwise it is done now and then: it takes time
+            self.admission.model.digest()  # while busy only now and then, as it takes time
         return replace(
             self._stats,
             preemptions=self.scheduler.preemptions,
@@ -229,13 +229,13 @@ class LLMEngine:
         return updates
 
     def _threads(self) -> AbstractContextManager[None]:
-        """For what computes: where the C layers run both models, torch's own operators have one thread."""
+        """Context for computations: if the C layers run both models, torch's own operators use one thread."""
         state = self.runner.state
         return torch_alone() if is_in_library(state.target, state.drafter) else nullcontext()
 
     def _step(self) -> None:
         if self._ahead.is_due:
-            self._settle()  # graphs are captured and timed where those that run now leave their results
+            self._settle()  # capturing and timing graphs overwrites the results of others
             self._ahead.advance()
         started = time.perf_counter()
         self._device_seconds = 0.0
@@ -255,7 +255,7 @@ class LLMEngine:
             self._costs.tables[batch.kind].add_host(batch=len(batch.decoding), arm=batch.draft, seconds=seconds)
 
     def check_integrity(self) -> None:
-        """Assert what must hold between steps: every block, row and request accounted for."""
+        """Assert the invariants between steps: every block, row and request is accounted for."""
         self.scheduler.check_integrity()
         scheduled = {id(request) for request in (*self.scheduler.running, *self.scheduler.waiting)}
         assert scheduled == {id(request) for request in self.requests.values()}
@@ -277,13 +277,13 @@ class LLMEngine:
                 self._settle()
 
     def _arranged(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch in one pass, or with how many drafts its round verifies: beside prompts all are."""
+        """Return the batch as a mixed pass, or with the number of drafts to verify (all, if there are prompts)."""
         requests, arm, costs = batch.decoding, batch.verify, self._costs.tables[batch.kind]
         if self.runner.mixes(batch, than=1 - costs.discount_of(len(requests), arm)):
             return replace(batch, is_mixed=True)
         if self.admission is None or not requests or not arm.depth or arm.is_tree or arm != batch.draft:
             return batch
-        if batch.needs_host:  # what the host chooses it chooses of all drafts
+        if batch.needs_host:  # `HostSampler` takes all drafts
             return batch
         return self.runner.admitting(batch, self.admission.admit(requests, arm.depth, costs, self.runner.confidence))
 
@@ -295,19 +295,19 @@ class LLMEngine:
         return launch
 
     def _settle(self) -> None:
-        """Read what is in flight, so that the host knows all there is to know."""
+        """Read the launch in flight, if there is one."""
         launch, self._in_flight = self._in_flight, None
         self._postprocess(launch)
 
     def _come_to_rest(self) -> None:
-        """Settle between two steps; what fails is taken back."""
+        """Settle between two steps; recover if that fails."""
         try:
             self._settle()
         except Exception as error:
             self._recover(error)
 
     def _postprocess(self, launch: Launch | None) -> None:
-        """Read a launch, if there is one, and take over what it did: tokens, cached blocks, figures."""
+        """Read a launch, if there is one, and process its results: tokens, cached blocks, statistics."""
         if launch is None:
             return
         self._involved = launch.batch.requests
@@ -315,10 +315,10 @@ class LLMEngine:
         now = time.perf_counter()
         self._device_seconds += results.waited
         told, turns, is_full = len(self._updates), range(0), launch.batch.admit is None
-        if launch.batch.verify.depth:  # what is admitted is accepted more often
+        if launch.batch.verify.depth:  # learn from full rounds: admitted drafts are accepted more often
             turns = self._turns.next(len(results.requests), is_full=is_full)
         for i, result in enumerate(results.requests):
-            if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
+            if result.request.phase is not Phase.FINISHED:  # it may have finished while this was in flight
                 self._updates.append(self._take(result, now, launch.batch, i in turns))
         if launch.batch.verify.depth:
             self._stats.acceptance.count((one.drafted, one.accepted) for one in self._updates[told:])
@@ -339,7 +339,7 @@ class LLMEngine:
             kind, depth = launch.batch.kind, report.verify.depth
             if report.admit is not None and admission is not None:
                 admission.observe_cost(report.batch, depth, report.admit, seconds, self._costs.tables[kind])
-            elif report.verify == report.draft and not report.prompt_tokens:  # others are no arm's cost
+            elif report.verify == report.draft and not report.prompt_tokens:  # other rounds are not the cost of an arm
                 context = self._mean_keys(launch.batch.decoding)
                 self._costs.add(kind, batch=report.batch, arm=report.verify, seconds=seconds, context=context)
             self._depth_policy.observe_round(arm=report.draft, seconds=seconds)
@@ -362,7 +362,7 @@ class LLMEngine:
         told = is_first and request.wants_prompt_logprobs
         tokens = request.accept(result.tokens)
         request.first_token_at = request.first_token_at or now
-        in_step = request.settled >= known - 1  # the drafter has read all that it drafted from
+        in_step = request.settled >= known - 1  # the drafter has not missed tokens
         if drafted:
             request.rounds.append(RoundRecord(known, drafted, accepted))
         observed = drafted if in_step and is_observed else 0
@@ -372,12 +372,12 @@ class LLMEngine:
         if in_step and result.state_norms:
             self._stats.state_growth = self._stats.state_growth.plus(result.state_norms)
         self._stats.output_tokens += len(tokens)
-        # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
-        # is settled, or others would find drafter rows there that were never written.
+        # If the drafter missed rounds there is a gap in its cache until the request goes back to prefill. Nothing after
+        # the gap is settled, or other requests would find drafter rows in the prefix cache that were never written.
         if (batch.draft.depth or self.runner.state.drafter is None) and in_step:
             request.settled = max(request.settled, len(request.tokens) - 1)
             self.block_manager.commit(request.table, request.tokens, request.settled)
-        if not is_first:  # a round has gone well
+        if not is_first:  # it has completed a round
             request.is_suspect = False
         logprobs = None if result.logprobs is None else result.logprobs[: len(tokens)]
         of_prompt = [TokenLogprobs(request.prompt[0], None), *request.prompt_logprobs] if told else None
@@ -388,7 +388,7 @@ class LLMEngine:
     def _finish(
         self, request: Request, reason: str, update: RequestUpdate | None = None, *, failure: str | None = None
     ) -> RequestUpdate:
-        """Take a request out; return its last update, which is `update` if it has tokens still to be told."""
+        """Remove a request; return its last update. `update`: its last tokens, if any."""
         request.finish_reason, request.failure, request.finished_at = reason, failure, time.perf_counter()
         self._stats.count_end(reason)
         if reason == "error":
@@ -405,13 +405,13 @@ class LLMEngine:
         )
 
     def _recover(self, error: Exception) -> None:
-        """Take a failed step back, and end the request at fault if that is known."""
+        """Preempt all requests after a failed step, and end the request at fault if it is known."""
         self._stats.failed_steps += 1
         self._in_flight = None
         _log.warning("a step failed, and is taken back: %s", describe(error), exc_info=error)
         try:
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # raises if the device is beyond help
+                torch.cuda.synchronize(self.device)  # raises if the device cannot be used any more
             self.scheduler.restart(self.requests.values())
             if isinstance(error, DrafterError):
                 self._give_up_drafter(str(error))
@@ -424,8 +424,8 @@ class LLMEngine:
             self._death.__cause__ = second
 
     def _give_up_drafter(self, reason: str) -> None:
-        """Decode without drafts from the next batch on, for good."""
+        """Switch speculation off, from the next batch on."""
         if self.runner.state.drafter is not None:
-            self.runner.state.drafter = self.runner.state.drafter_cache = None  # drafts there are, are still verified
+            self.runner.state.drafter = self.runner.state.drafter_cache = None  # existing drafts are still verified
             self._stats.drafter_failure = reason
             _log.error("the drafter failed (%s); decoding goes on without speculation until there is another", reason)

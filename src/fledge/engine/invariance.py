@@ -1,15 +1,16 @@
-"""The batch-invariant mode: a token's bits do not depend on its company.
+"""Batch-invariant mode: a token's bits do not depend on the other rows of its pass.
 
-How many rows share a pass, how deep is drafted, chains or trees, which chunks a prompt is read in, what of it was found
-in the prefix cache, whether the request was preempted: none of it changes what the target computes for a token, so
-greedy answers are the same with and without speculation, and in any batch. The drafter is left as it is: it proposes.
+Batch size, draft depth, chains or trees, chunks of a prompt, prefix cache hits and preemption do not change what the
+target computes for a token. So greedy answers are the same with and without speculation, and in any batch. The drafter
+is not changed: it only proposes.
 
-On a GPU linear layers and attention have kernels of their own for that (`kernels/invariant_linear.py`,
-`kernels/invariant_attention.py`), or launches for weights in fewer bits (`kernels/fragment_linear.py`) and for experts
-(`kernels/experts.py`); norms, rotation, gates and sampling see to one row at a time anyway. On a CPU the C layers
-compute that way always.
+On a GPU linear layers and attention use invariant kernels (`kernels/invariant_linear.py`,
+`kernels/invariant_attention.py`) or launches (quantised weights: `kernels/fragment_linear.py`; experts:
+`kernels/experts.py`); norms, rotation, gates and sampling work row by row anyway. On a CPU the C layers are always
+invariant.
 
-The kernels rely on how a GPU adds up within a matrix instruction, which nobody promises. So an engine tries it first.
+The kernels rely on the order of summation within a GPU's matrix instructions, which is not documented. So it is tested
+when an engine starts.
 """
 
 from collections.abc import Iterable
@@ -32,7 +33,7 @@ from fledge.native.decoder import NativeTarget
 
 
 def set_batch_invariant(target: TargetModel, wanted: bool, *, drafts_trees: bool = False) -> None:
-    """Let a target compute so, or as is fastest. A ConfigError says why it cannot."""
+    """Switch a target's batch-invariant mode on or off. Raises ConfigError if it cannot be batch-invariant."""
     weight = compute_weight(target)
     if wanted and (problem := _obstacle(target, weight, drafts_trees)):
         raise ConfigError(f"batch_invariant: {problem}")
@@ -76,7 +77,7 @@ def _obstacle(target: TargetModel, weight: Tensor, drafts_trees: bool) -> str | 
 
 
 def _one_of_each(target: TargetModel) -> Iterable[Linear | QuantizedLinear | SparseMLP]:
-    """Linear layers of each shape and each way in which they are stored, and experts."""
+    """Return one linear layer of each shape and weight format, and one layer of experts."""
     found: dict[object, Linear | QuantizedLinear | SparseMLP] = {}
     for module in target.modules():
         if isinstance(module, SparseMLP):
@@ -99,7 +100,7 @@ def _product(module: Linear | QuantizedLinear | SparseMLP, rows: Tensor) -> Tens
 
 
 def differing(target: TargetModel) -> str | None:
-    """Compute a row of a product and one of attention alone and among others; return the one that differs, if any."""
+    """Compare results of single rows with those in a batch, for linear layers and attention; return what differs."""
     layer, weight = target.config.layer, compute_weight(target)
     generator = torch.Generator(weight.device).manual_seed(0)
 

@@ -1,6 +1,6 @@
-"""The offline API: `LLM(...).generate(prompts, SamplingParams(...))`, under vLLM's names.
+"""The offline API, with vLLM's names: `LLM(...).generate(prompts, SamplingParams(...))`.
 
-It loads models, turns text into requests and tokens into text; the engine does the rest.
+Loads models and converts between text and tokens; everything else is done by the engine.
 """
 
 import gc
@@ -36,7 +36,7 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A target, with or without a drafter, ready to answer. Its engine is ours, or any other: see `from_engine`."""
+    """A target, with or without a drafter, for offline inference. Its engine is ours or another (`from_engine`)."""
 
     def __init__(
         self, model: str | Path, *, engine: str = "fledge", vllm_python: str | None = None, **options: Any
@@ -53,21 +53,21 @@ class LLM:
             return
         directory = resolve(model)
         begin_device(config.device)
-        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as aside:  # it is Python, weights are not
-            tokenizer_read = aside.submit(load_tokenizer, directory)
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:  # in parallel to reading the weights
+            pending = pool.submit(load_tokenizer, directory)
             target = load_own_target(directory, config)
-            tokenizer = tokenizer_read.result()
+            tokenizer = pending.result()
         built = build_engine(target, tokenizer, config, model=str(model), directory=directory)
         self._set_up(built, tokenizer, config.seed, directory)
 
     def close(self) -> None:
-        """End what runs in a process of its own, if the engine does. The end of this process ends it too."""
+        """End the engine's process, if it has one. It also ends with this process."""
         if isinstance(self.engine, VllmEngine):
             self.engine.close()
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Any | None = None, *, seed: int = 0) -> "LLM":
-        """Answer with an engine that is there already."""
+        """Use an existing engine."""
         llm = cls.__new__(cls)
         llm._set_up(engine, tokenizer, seed)
         return llm
@@ -78,10 +78,10 @@ class LLM:
         self._directory = directory  # of the target
         self.max_model_len = engine.info.max_model_len
         self.eos_ids = engine.info.eos_ids
-        self._seeds = random.Random(seed)  # for requests that bring none
+        self._seeds = random.Random(seed)  # for requests without a seed
         self._requests = 0
-        self._answers: dict[str, Detokenizer] = {}  # by request
-        self._grammars: Any = None  # compiles structured outputs, once there are any
+        self._answers: dict[str, Detokenizer] = {}  # by id of the engine's request
+        self._grammars: Any = None  # compiler of structured outputs, created when needed
 
     @property
     def target(self) -> TargetModel:
@@ -102,14 +102,14 @@ class LLM:
         return self.engine
 
     def set_speculation(self, speculative_config: Mapping[str, Any] | SpeculativeConfig | None) -> None:
-        """Exchange drafter and depth, or do without (None); the target stays loaded. No request may be running.
+        """Change drafter and depth, or disable speculation (None); the target stays loaded. No request may be running.
 
-        The engine is built anew, so caches, graphs and statistics begin afresh. Where a drafter is refused, the target
-        goes on alone.
+        The engine is rebuilt: caches, graphs and statistics are reset. If the drafter is refused, the error is raised
+        and the target continues without speculation.
         """
         assert not self._answers, "drafters are exchanged between requests"
         speculation = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
-        if isinstance(self.engine, VllmEngine):  # which starts again
+        if isinstance(self.engine, VllmEngine):  # starts vLLM again
             self.engine = self.engine.with_speculation(None if speculation is None else speculation.to_dict())
             return
         target, config, model = self.target, self.config, self.engine.info.model
@@ -126,9 +126,9 @@ class LLM:
             raise
 
     def swap_drafter(self, model: str | Path) -> None:
-        """Draft with another drafter from now on, as deep as before. Streams may be under way: their text stays.
+        """Exchange the drafter; the depth stays. Requests may be running: their answers do not change.
 
-        Raises where it does not fit the target, or has no place beside it; the old one goes on then.
+        Raises FledgeError if it does not fit the target or the memory; the old drafter is kept then.
         """
         self.engine.exchange_drafter(self.engine.prepare_drafter(str(model)))
 
@@ -142,26 +142,28 @@ class LLM:
         progress: Callable[[int, int], None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one or several prompts together, in continuous batches.
+        """Answer one or several prompts with continuous batching.
 
-        A prompt is a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`. `constraint`, one
-        for all prompts or one for each, is called once for each answer, in place of `structured_outputs`. `use_tqdm`
-        shows a bar on standard error; `progress` is called with the number of finished and of all prompts. `priority`,
-        the lower the earlier, counts where the scheduling policy is "priority".
+        prompts: each a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`
+        sampling_params: for all prompts, or a list; default: the model's (`get_default_sampling_params`)
+        use_tqdm: show a progress bar on standard error
+        constraint: called once for each answer, instead of `structured_outputs`; for all prompts, or a list
+        progress: called with the number of finished and of all prompts
+        priority: lower is earlier, with the scheduling policy "priority"; for all prompts, or a list
         """
         single = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
         several: list[Any] = [prompts] if single else list(prompts)
         params = _for_each(several, sampling_params or self.get_default_sampling_params(), "sampling parameters")
         constraints = _for_each(several, constraint, "constraints")
         priorities = _for_each(several, priority or 0, "priorities")
-        # All prompts are encoded and submitted, and so checked, before the first one runs.
+        # All prompts are encoded and submitted, so checked, before the first one runs.
         encoded = [self.encode(prompt) for prompt in several]
         outputs: dict[int, RequestOutput] = {}
         waiting: dict[int, Job] = {}
         with Progress(quiet=not use_tqdm).task("prompts", len(several)) as advance_bar:
             try:
-                for (text, ids), one, made, first in zip(encoded, params, constraints, priorities, strict=True):
-                    waiting[len(waiting)] = self.submit(text, ids, one, made, priority=first)
+                for (text, ids), one, factory, rank in zip(encoded, params, constraints, priorities, strict=True):
+                    waiting[len(waiting)] = self.submit(text, ids, one, factory, priority=rank)
                 while waiting:
                     self.advance()
                     for number in [number for number, job in waiting.items() if job.is_finished]:
@@ -193,9 +195,9 @@ class LLM:
     def chat(
         self, messages: Any, sampling_params: Any = None, *, use_tqdm: bool = False, stream: bool = False
     ) -> list[RequestOutput] | Iterator[StreamEvent]:
-        """Answer one or several conversations, through the tokenizer's chat template.
+        """Answer one or several conversations, with the tokenizer's chat template.
 
-        `stream`: one conversation, whose answer comes as `LLM.stream` gives it: one event a round.
+        `stream`: for one conversation, return the events of `LLM.stream`.
         """
         single = bool(messages) and isinstance(messages[0], Mapping)
         if stream and not single:
@@ -206,7 +208,7 @@ class LLM:
         return self.generate(encoded, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Answer one prompt, one event a round. The prompt is checked now, not at the first event."""
+        """Answer one prompt, with an event for each round. The prompt is checked now, not at the first event."""
         params = sampling_params or self.get_default_sampling_params()
         if params.n != 1:
             raise ConfigError(f"n: found {params.n}, but only one answer can be streamed at a time")
@@ -215,15 +217,15 @@ class LLM:
         return self._stream(text, ids, params)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where none are given: the settings in the target's generation_config.json."""
+        """Return the sampling parameters of requests without any: those of the target's generation_config.json."""
         return SamplingParams.from_dict({} if self._directory is None else sampling_defaults(self._directory))
 
     def get_tokenizer(self) -> Any:
-        """The target's tokenizer, of transformers; None if its directory has none."""
+        """Return the target's tokenizer (transformers); None if its directory has none."""
         return self.tokenizer
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids a conversation becomes."""
+        """Return the token ids of a conversation."""
         return encode_chat(self._require_tokenizer("chat messages"), messages)
 
     def _stream(self, text: str | None, prompt_ids: list[int], params: SamplingParams) -> Iterator[StreamEvent]:
@@ -252,21 +254,21 @@ class LLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> "Job":
-        """Queue the answers to a prompt. Whoever does so calls `advance` until they are there, and `forget` then."""
+        """Queue a prompt. The caller calls `advance` until the job is finished, and then `forget`."""
         self.engine.info.check_request(prompt_ids, params)
         if constraint is None and params.structured_outputs is not None:
             constraint = self._compile(params.structured_outputs)
         job = Job(request_id or str(self._requests), text, prompt_ids, {})
         self._requests += 1
-        drawn, vocab_size = self._seeds.getrandbits(63), self.engine.info.vocab_size
+        default_seed, vocab_size = self._seeds.getrandbits(63), self.engine.info.vocab_size
         for index in range(params.n):
             engine_id = f"{job.request_id}-{index}"
             self.engine.add_request(
                 engine_id,
                 prompt_ids,
                 replace(params, n=1),
-                # Answers to one prompt must differ, and still follow from the seed.
-                seed=next_int64(drawn if params.seed is None else params.seed, index),
+                # Answers to one prompt must differ, and be determined by the seed.
+                seed=next_int64(default_seed if params.seed is None else params.seed, index),
                 eos_ids=self.eos_ids,
                 constraint=with_token_rules(constraint and constraint(), params, self.tokenizer, vocab_size),
                 parent=job.request_id,
@@ -277,7 +279,7 @@ class LLM:
         return job
 
     def advance(self) -> None:
-        """One step of the engine, for all answers in the making."""
+        """Run one step of the engine, for all unfinished answers."""
         for update in self.engine.step():
             answer = self._answers[update.request_id]
             if answer.add(update):
@@ -286,14 +288,14 @@ class LLM:
                 answer.add(last)
 
     def forget(self, jobs: Iterable["Job"]) -> None:
-        """Drop jobs, finished or not (an exception, or a stream that nobody reads to its end)."""
+        """Remove jobs; unfinished ones are aborted."""
         for job in jobs:
             for request_id in job.answers:
                 self.engine.abort(request_id)
                 self._answers.pop(request_id, None)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return the text of a prompt, if it is one, and its token ids."""
+        """Return a prompt's text (None if it was given as token ids) and its token ids."""
         if isinstance(prompt, Mapping):
             if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
                 keys = sorted(map(str, prompt))
@@ -301,11 +303,15 @@ class LLM:
             (prompt,) = prompt.values()
         if isinstance(prompt, str):
             return prompt, [int(token) for token in self._require_tokenizer("a text prompt").encode(prompt)]
-        if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+        if (
+            isinstance(prompt, Sequence)
+            and not isinstance(prompt, bytes)
+            and all(type(token) is int for token in prompt)
+        ):
             return None, [int(token) for token in prompt]
         raise PromptError(f"prompt: found {type(prompt).__name__}, expected text or a list of token ids")
 
-    def _compile(self, asked: Any) -> ConstraintFactory:
+    def _compile(self, structured_outputs: Any) -> ConstraintFactory:
         tokenizer = self._require_tokenizer("structured output")
         try:
             from fledge.server.structured import GrammarCompiler, read_format  # noqa: PLC0415 - needs llguidance
@@ -315,7 +321,7 @@ class LLM:
             info = self.engine.info
             compiler = self._grammars or GrammarCompiler(tokenizer, vocab_size=info.vocab_size, eos_ids=info.eos_ids)
             self._grammars = compiler
-            grammar = read_format(structured_outputs=asked)
+            grammar = read_format(structured_outputs=structured_outputs)
             assert grammar is not None
             return compiler.compile(grammar)
         except FledgeError as error:
@@ -330,7 +336,7 @@ class LLM:
 
 
 class Job(NamedTuple):
-    """A prompt and the answers to it that are in the making."""
+    """A prompt and its answers, while they are generated."""
 
     request_id: str
     text: str | None
@@ -343,12 +349,12 @@ class Job(NamedTuple):
 
     def output(self) -> RequestOutput:
         answers = list(self.answers.values())
-        told = answers[0].prompt_logprobs
+        prompt_logprobs = answers[0].prompt_logprobs
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.text,
             prompt_token_ids=tuple(self.prompt_ids),
-            prompt_logprobs=None if told is None else tuple(told),
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
             outputs=tuple(answer.completion(i) for i, answer in enumerate(answers)),
             metrics=RequestMetrics.pooled([answer.metrics for answer in answers if answer.metrics is not None]),
             finished=self.is_finished,
@@ -356,12 +362,12 @@ class Job(NamedTuple):
 
 
 def next_int64(seed: int, index: int) -> int:
-    """Return seed + index, from the largest int64 on to the smallest."""
+    """Return seed + index, wrapped to int64."""
     return (seed + index + 2**63) % 2**64 - 2**63
 
 
 def _for_each(prompts: Sequence[Any], given: Any, what: str) -> Sequence[Any]:
-    """Return what is given for each prompt: a list of them, or one for all."""
+    """Return one value for each prompt; `given` is a list of them, or one for all."""
     each: Sequence[Any] = given if isinstance(given, Sequence) else [given] * len(prompts)
     if len(each) != len(prompts):
         raise ConfigError(f"{len(prompts)} prompts but {len(each)} {what}")
@@ -369,21 +375,21 @@ def _for_each(prompts: Sequence[Any], given: Any, what: str) -> Sequence[Any]:
 
 
 def _describe_options() -> None:
-    """Give `LLM(model, **options)` the signature and the docstring that its options have in `EngineConfig`."""
+    """Set signature and docstring of `LLM(model, **options)` from the fields of `EngineConfig`."""
     own = [
         inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
         for one in fields(EngineConfig)
     ]
     parameters = list(inspect.signature(LLM.__init__).parameters.values())[:-1]
     setattr(LLM.__init__, "__signature__", inspect.Signature([*parameters, *own]))  # noqa: B010 - mypy knows no such name
-    told = {
+    helps = {
         "model": "A directory or a hub name.",
         "engine": "fledge, vllm (in a process of its own, with all its options) or auto (ours where it can).",
         "vllm_python": "Python that has vLLM; or FLEDGE_VLLM_PYTHON. This one if left out.",
         **{one.name: one.metadata["help"] for one in fields(EngineConfig)},
     }
-    told["speculative_config"] += f" Its keys: {', '.join(one.name for one in fields(SpeculativeConfig))}."
-    listed = "\n".join(f"    {name}: {text}" for name, text in told.items())
+    helps["speculative_config"] += f" Its keys: {', '.join(one.name for one in fields(SpeculativeConfig))}."
+    listed = "\n".join(f"    {name}: {text}" for name, text in helps.items())
     LLM.__init__.__doc__ = f"Load a target. Parameters, by vLLM's names:\n\n{listed}\n"
 
 

@@ -1,4 +1,4 @@
-"""A target is loaded, and an engine built around it: its drafter, its end tokens, its graphs."""
+"""Load a target, and build an engine for it: drafter, end-of-text ids, graphs."""
 
 import contextlib
 import logging
@@ -36,9 +36,9 @@ _log = logging.getLogger("fledge.engine")
 
 
 def begin_device(name: str) -> None:
-    """Begin, on a thread, what takes a GPU's driver and Triton time and little Python; without one, nothing.
+    """Initialise the GPU's driver and Triton on a thread, in parallel to loading; does nothing without a GPU.
 
-    What fails there fails again, in words, where it is needed.
+    Errors are ignored: they occur again, and are reported, where the device is used.
     """
 
     def begin() -> None:
@@ -54,7 +54,7 @@ def begin_device(name: str) -> None:
 
 
 def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
-    """Load a target for our engine, on the device and in the dtype that the config says."""
+    """Load a target for `LLMEngine`, on the config's device and in its dtype."""
     device = choose_device(config.device)
     check_runs_on(read_target_config(directory), device)
     # 16 bits are slow on a CPU. The drafter follows the target in dtype and device.
@@ -73,7 +73,7 @@ def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
     if rounded is not None:
         _log.info("dtype %s on a CPU: weights are rounded to it, arithmetic is float32", config.dtype)
         for weight in target.parameters():
-            if weight.dtype == torch.float32:  # and not of a format of its own
+            if weight.dtype == torch.float32:  # not quantised
                 weight.data.copy_(weight.data.to(rounded))
     return target
 
@@ -81,7 +81,7 @@ def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
 def build_engine(
     target: TargetModel, tokenizer: Any | None, config: EngineConfig, *, model: str, directory: Path | None = None
 ) -> LLMEngine:
-    """Build an engine around a target loaded from `directory`: load the drafter, if any, and capture the graphs."""
+    """Build an engine for a target loaded from `directory`: load the drafter, if any, and capture graphs."""
     limit = target.config.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -90,8 +90,8 @@ def build_engine(
     speculation = config.speculative_config
     with timed(_log, "drafter loaded"):
         drafter = None if speculation is None else load_for(speculation, target, directory)
-    own_end = None if tokenizer is None else tokenizer.eos_token_id
-    eos_ids = sorted({*target.config.eos_ids, *(() if own_end is None else (own_end,))})
+    tokenizer_eos = None if tokenizer is None else tokenizer.eos_token_id
+    eos_ids = sorted({*target.config.eos_ids, *(() if tokenizer_eos is None else (tokenizer_eos,))})
     with timed(_log, "engine built"):
         costs = None if drafter is None else CostCache.of(target, drafter, config)
         engine = LLMEngine(target, drafter, config, model=model, eos_ids=eos_ids, cost_cache=costs)
@@ -103,7 +103,7 @@ def build_engine(
 
 @contextlib.contextmanager
 def _bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, gone at the end; yields what is told how much is done, and of how much."""
+    """Show a progress bar on a terminal, removed at the end; yields a callback (done, total)."""
     console = Console(stderr=True)
     with Bars(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=None)

@@ -1,4 +1,4 @@
-"""Log-probabilities of what a pass chose, and of prompts: worked out on the device, for the rows of those who ask."""
+"""Log-probabilities of chosen tokens and of prompts, computed on the device for the requests that want them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.request import Request
 from fledge.engine.scheduler import Chunk
 
-LOGPROB_ROWS = 256  # of a prompt at once: a row is as long as the vocabulary
-FEW = 8  # requests of a batch, which graphs are captured for; for more, all are worked out
-USUAL_TOP = 20
+LOGPROB_ROWS = 256  # rows of a prompt at once, each as long as the vocabulary
+FEW = 8  # graphs are captured for up to so many entries of a batch; for more, all get log-probabilities
+USUAL_TOP = 20  # graphs are captured for so many top tokens
 
 
 class Asked(NamedTuple):
-    """How many entries of a batch log-probabilities are worked out for, and of how many tokens beside the chosen one.
+    """How many entries of a batch get log-probabilities, and how many top tokens each.
 
-    Both are rounded up, so that few programs serve all.
+    Both are rounded up, so that few captured programs suffice.
     """
 
     size: int = 0
@@ -28,19 +28,19 @@ class Asked(NamedTuple):
 
     @classmethod
     def by(cls, requests: Sequence[Request]) -> "Asked":
-        """What `requests` ask for: all entries of a batch."""
+        """Return what a batch of `requests` needs."""
         wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
         return cls(len(wanted), max(USUAL_TOP, *wanted)).of(len(requests)) if wanted else cls()
 
     def of(self, batch: int) -> "Asked":
-        """The same in a batch of this size."""
+        """Return the same for a batch padded to this size."""
         return self and self._replace(size=min(FEW, batch) if self.size <= FEW else batch)
 
     def __bool__(self) -> bool:
         return self.size > 0
 
     def entries(self, requests: Sequence[Request]) -> list[int]:
-        """Those that ask, and the first one until they are as many as this says."""
+        """Return the entries that want log-probabilities, padded with entry 0 to `size`."""
         found = entries_asking(requests)
         return found + [0] * (self.size - len(found))
 
@@ -51,7 +51,7 @@ def entries_asking(requests: Sequence[Request]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobsTensors:
-    """Log-probabilities on the device: of the chosen tokens and of the likeliest ones."""
+    """Log-probabilities on the device: of the chosen tokens and of the most likely ones."""
 
     chosen: Tensor  # [rows]
     ranks: Tensor  # [rows]
@@ -60,7 +60,7 @@ class LogprobsTensors:
 
     @classmethod
     def from_logits(cls, logits: Tensor, tokens: Tensor, top: int) -> "LogprobsTensors":
-        """Of `tokens` [rows], which follow where the logits [rows, vocab] are; padding there means nothing."""
+        """Compute those of `tokens` [rows] under `logits` [rows, vocab]. Rows of padding tokens are undefined."""
         logprobs = logits.float().log_softmax(-1)
         best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
         chosen = logprobs.gather(1, tokens.clamp(min=0)[:, None])
@@ -74,7 +74,7 @@ class LogprobsTensors:
         return cls(**joined)
 
     def read(self, first_row: int, tokens: Sequence[int], top: int | None) -> list[TokenLogprobs] | None:
-        """Return those of tokens whose rows begin at `first_row`; None if `top` is. Waits for the device."""
+        """Return those of `tokens`, whose rows start at `first_row`; None if `top` is None. Synchronises."""
         if top is None:
             return None
         rows = slice(first_row, first_row + len(tokens))
@@ -85,7 +85,7 @@ class LogprobsTensors:
 
 
 def prompt_logprobs(state: DeviceState, chunks: Sequence[Chunk], final: Tensor) -> list[LogprobsTensors | None]:
-    """Of each chunk's tokens' successors in the prompt, where they were asked for; `final` [tokens, hidden]."""
+    """Return prompt log-probabilities of each chunk; None if not requested. `final`: [tokens, hidden]."""
     found: list[LogprobsTensors | None] = []
     begin = 0
     for chunk in chunks:

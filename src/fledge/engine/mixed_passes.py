@@ -1,8 +1,8 @@
-"""A round and the reading of prompts as one device program: each weight is read once for both.
+"""A round and prefill in one pass: each weight is read once for both.
 
-Rows lie flat: those of the round, request by request, then the prompts' tokens. Linears see all of them at once, each
-part attends in its own way (`MixedPass`), and the head reads the round's rows and the last one of each chunk. Then
-drafts are accepted and first tokens chosen as in passes apart, and the drafter reads and drafts for all together.
+Rows are packed: those of the round, request by request, then the prompts' tokens. Linear layers process all of them
+together, each part has its own attention (`MixedPass`), and the head processes the round's rows and each chunk's last
+one. Drafts are accepted and first tokens chosen as in separate passes; the drafter runs and drafts for all together.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,11 @@ from fledge.engine.passes import (
     PassOutcome,
     PrefillInputs,
     RoundClock,
-    choose_first,
+    choose_first_tokens,
     chunk_storage,
     count_adjusted,
     extend_drafter,
-    settle_prompts,
+    settle_prefill,
 )
 from fledge.engine.sampler import Sampler
 from fledge.kernels.round_ends import DraftPlaces, OpenedRound, SettledRound, open_round, settle_round
@@ -31,7 +31,7 @@ from fledge.models.target.decoder import TargetStates
 
 
 class MixedOutcome(NamedTuple):
-    """What both parts did, as passes apart say it. The round's times are those of all."""
+    """The outcomes of both parts, as of separate passes; the timestamps of `round` are those of the whole pass."""
 
     round: PassOutcome
     prompts: PassOutcome
@@ -49,7 +49,7 @@ def run_mixed(
     top: int = 0,
     prompt_top: int = 0,
 ) -> MixedOutcome:
-    """Verify chains of the sampler's rows, read the chunks, draft chains for all: `run_round` and `run_prefill`."""
+    """Verify chains of the sampler's rows, prefill the chunks, draft chains for all: `run_round` and `run_prefill`."""
     rows, width, drafter = sampler.rows, arm.depth + 1, state.drafter
     clock = RoundClock(rows.device)
     clock.mark()
@@ -70,25 +70,24 @@ def run_mixed(
         logprobs = LogprobsTensors.from_logits(asked, emitted[asking].flatten(), top)
     count_adjusted(state, sampler, emitted)
     settled = settle_round(rows, state, opened, emitted, accepted, arm.depth)
-    first_tokens, prompt_logprobs = choose_first(state, inputs, prompt_sampler, end_logits, prompt_top)
+    first_tokens, prompt_logprobs = choose_first_tokens(state, inputs, prompt_sampler, end_logits, prompt_top)
     clock.mark()
     sums = final.sum(-1, dtype=torch.float32)
     health, prompt_health = [sums[:num_rows].view(-1, width)], [sums[num_rows:, None]]
     if drafter is not None and state.drafter_cache is not None:
-        of_prompts = settle_prompts(state, inputs, arm.depth)
+        settled_prompts = settle_prefill(state, inputs, arm.depth)
         if arm.depth:
             storage = _storage(state, opened, inputs, state.drafter_cache)
-            everybody = torch.cat([rows, inputs.settled_rows])
-            both = _joined(settled, of_prompts, ends)
-            norms = extend_drafter(state, everybody, states, positions, storage, both, arm, sample_drafts=sample_drafts)
+            all_rows = torch.cat([rows, inputs.settled_rows])
+            both = _joined(settled, settled_prompts, ends)
+            norms = extend_drafter(state, all_rows, states, positions, storage, both, arm, sample_drafts=sample_drafts)
             health.append(norms[: len(rows)])
             prompt_health.append(norms[len(rows) :])
-        else:  # the round leaves it alone
+        else:  # it reads the prompts only
             aux = None if states.aux is None else states.aux[num_rows:]
-            read = TargetStates(final=states.final[num_rows:], aux=aux)
-            along = chunk_storage(state, inputs, state.drafter_cache)
-            nobody = inputs.settled_rows
-            extend_drafter(state, nobody, read, inputs.positions, along, of_prompts, arm, sample_drafts=False)
+            own = TargetStates(final=states.final[num_rows:], aux=aux)
+            chunks, prompt_rows = chunk_storage(state, inputs, state.drafter_cache), inputs.settled_rows
+            extend_drafter(state, prompt_rows, own, inputs.positions, chunks, settled_prompts, arm, sample_drafts=False)
     clock.mark()
     return MixedOutcome(
         PassOutcome(
@@ -111,11 +110,11 @@ def _storage(state: DeviceState, opened: OpenedRound, inputs: PrefillInputs, cac
     )
 
 
-def _joined(settled: SettledRound, of_prompts: SettledRound, ends: Tensor) -> SettledRound:
-    """What the drafter reads of both: the prompts' last rows are at `ends` of all."""
-    pairs = zip(settled.places, of_prompts.places, (1, 1, 0), strict=True)
+def _joined(settled: SettledRound, prompts: SettledRound, ends: Tensor) -> SettledRound:
+    """Concatenate the drafter's inputs of both parts; the prompts' last rows are at `ends` of all rows."""
+    pairs = zip(settled.places, prompts.places, (1, 1, 0), strict=True)
     return SettledRound(
-        tokens=torch.cat([settled.tokens, of_prompts.tokens]),
+        tokens=torch.cat([settled.tokens, prompts.tokens]),
         last_rows=torch.cat([settled.last_rows, ends]),
-        places=DraftPlaces(*(torch.cat([own, theirs], dim=dim) for own, theirs, dim in pairs)),
+        places=DraftPlaces(*(torch.cat([own, other], dim=dim) for own, other, dim in pairs)),
     )

@@ -1,8 +1,8 @@
-"""Prompts that are read in one pass with a round: which steps, of what sizes, and how many tokens at once.
+"""Mixed passes: a round and prefill in one pass. Which steps use one, of which sizes, with how many prompt tokens.
 
-A pass of both reads each weight once instead of twice. On a GPU it is a graph, and is used where that was measured to
-take less time than a graph of each; prompts are cut so that those who decode are not held up for long. Without graphs
-launching takes the time, and one pass is always better than two. A CPU has none of this: there every row takes time.
+A mixed pass reads each weight once instead of twice. On a GPU it is a graph, and used if it was measured to take less
+time than separate graphs; prompts are cut into chunks so that decoding requests are not delayed for long. Without
+graphs on a GPU launching dominates, and a mixed pass is always used. On a CPU it never is: there every row takes time.
 """
 
 import math
@@ -24,21 +24,21 @@ from fledge.engine.programs import PromptProgram, RoundProgram
 from fledge.engine.sampler import SamplingMode
 
 BATCHES = (4, 16, 32, 64, 128, 256)
-FEW = 16  # requests, whose rounds take about as long as reading the weights does, however deep they draft
-MOST_DEPTH = 3  # of more
-# Up to so many requests: tokens, of which one at least is padding, and chunks of the prompts that there are graphs for.
-# With a row of each request they fill tiles of 64 or 128 rows: from some 150 on, every row takes time.
-PROMPTS = {
-    FEW: ((64, 4), (128, 4), (192, 4), (256, 4), (512, 16)),
+SMALL_BATCH = 16  # rounds of up to so many requests are bound by reading the weights, at any depth
+LARGE_BATCH_DEPTH = 3  # the deepest rounds of larger batches that graphs are captured for
+# Batch size -> (tokens, at least one of which is padding, and chunks) of the prompts that graphs are captured for.
+# With one row per request they fill tiles of 64 or 128 rows: from about 150 on, every row takes time.
+PROMPT_SIZES = {
+    SMALL_BATCH: ((64, 4), (128, 4), (192, 4), (256, 4), (512, 16)),
     64: ((64, 4), (128, 4), (192, 4), (320, 16), (448, 16)),
     256: ((256, 16), (512, 16), (768, 16), (1024, 16)),
 }
-USUAL_TOKENS = 256  # that the prompts of a step have at most, where one or two of a chat come
-MOST_STALL = 2.0  # rounds, that one with a few prompts may take
+TYPICAL_TOKENS = 256  # bound on the prompt tokens of a step with one or two new chat messages
+MAX_STALL = 2.0  # time of a mixed pass with few prompts, in rounds
 
 
 class MixedProgram(NamedTuple):
-    """A round and the reading of prompts in one pass. Both draft the chain that the round verifies."""
+    """A round and prefill in one pass. Both draft a chain of the depth that the round verifies."""
 
     round: RoundProgram
     prompts: PromptProgram
@@ -56,11 +56,11 @@ class MixedProgram(NamedTuple):
         return self.round.kind, self.prompts.kind
 
     def with_both(self, **settings: Any) -> "MixedProgram":
-        """The same with these settings, that rounds and prompts have alike."""
+        """Return the program with these fields replaced in both parts."""
         return MixedProgram(self.round._replace(**settings), self.prompts._replace(**settings))
 
     def inputs(self, state: DeviceState, work: Sequence[Any]) -> Tensor:
-        """Of `work`: the round's requests, and chunks; nothing: nobody's."""
+        """Pack `work`, (requests, chunks); empty `work` means padding only."""
         requests, chunks = work or ((), ())
         rows = self.round.inputs(state, requests)
         return torch.cat([rows, rows.new_zeros(-len(rows) % ALIGNMENT), self.prompts.inputs(state, chunks)])
@@ -83,45 +83,48 @@ class MixedProgram(NamedTuple):
         )
 
 
-class Times(NamedTuple):
-    """Seconds of a round with prompts in one pass, and of both apart."""
+class PassTimes(NamedTuple):
+    """Seconds of a mixed pass, and of its round and its prefill as separate passes."""
 
-    both: float
+    mixed: float
     round: float
     prompts: float
 
     def saved(self, share: float = 1.0) -> float:
-        """How many rounds less it takes, for prompts that fill this share of it: apart they take as much at least."""
-        return (self.round + share * self.prompts - self.both) / self.round
+        """Return the time saved, in rounds, if the prompts fill only this share of the pass.
+
+        Such prompts are taken to need that share of the time of a separate prefill, which is the least they need.
+        """
+        return (self.round + share * self.prompts - self.mixed) / self.round
 
 
 class Mixing:
-    """Which steps are one pass, and runs them: as graphs, if there are any."""
+    """Decides which steps are mixed passes, and runs them, as graphs if there are any."""
 
     def __init__(self, state: DeviceState, graphs: GraphRunner | None) -> None:
         self._state, self._graphs = state, graphs
         largest = 0 if graphs is None else graphs.sizes[-1]
         self._batches = sorted({min(size, largest) for size in BATCHES})
-        self.wanted: Counter[MixedProgram] = Counter()  # what is to be measured, and how many steps it would have been
-        self._times: dict[MixedProgram, Times] = {}  # of those that were
-        self._along: dict[tuple[int, Arm], int] = {}  # size and arm of a round -> prompt tokens that may go along
+        self.wanted: Counter[MixedProgram] = Counter()  # programs to be measured -> steps that could have used them
+        self._times: dict[MixedProgram, PassTimes] = {}  # of measured programs
+        self._max_tokens: dict[tuple[int, Arm], int] = {}  # size and arm of a round -> limit of prompt tokens
 
     def along(self, batch: int, arm: Arm) -> tuple[Arm, int] | None:
-        """What a round of `batch` requests drafts if prompts go along, and how many tokens of a few may; None: any.
+        """Return what a round of `batch` requests drafts in a mixed pass, and how many tokens a few prompts may have.
 
-        More would hold up its requests for longer than `MOST_STALL`.
+        More would delay its requests by more than `MAX_STALL`. None: no limit.
         """
         if self._graphs is None or arm.is_tree:
             return None
         size = self._size(batch)
         arm = self._arm(size, arm)
-        tokens = self._along.get((size, arm))
+        tokens = self._max_tokens.get((size, arm))
         return None if tokens is None else (arm, tokens)
 
     def takes(self, program: MixedProgram, than: float = 0.0) -> bool:
-        """Whether one pass saves more than two would, by a round that is shorter by the share `than`.
+        """Whether a mixed pass saves more than `than` rounds, which separate passes save by verifying fewer drafts.
 
-        What is missing to say or to do so is counted as wanted: a measurement, or with filters, say, one more graph.
+        A missing measurement, or a missing graph, is counted in `wanted`.
         """
         if self._graphs is None:
             return True
@@ -142,18 +145,18 @@ class Mixing:
         return padded in self._graphs.captured
 
     def run(self, program: MixedProgram, work: Sequence[Any]) -> MixedOutcome:
-        """As `MixedProgram.inputs` has its work; in the outcome, rows of padding come after the others."""
+        """Run it on `work` (requests, chunks); in the outcome, padding rows come last."""
         padded = self.padded(program)
         if self._graphs is not None and padded is not None:
-            return cast("MixedOutcome", self._graphs.play(padded, work))
+            return cast("MixedOutcome", self._graphs.run(padded, work))
         outcome = program.run(self._state, program.inputs(self._state, work))
         self._state.reset_padding()
         return outcome
 
     def candidates(self, max_tokens: int) -> list[MixedProgram]:
-        """Return what is worth measuring, and was not yet. Greedy requests run as sampled ones do.
+        """Return the programs to measure, and count them as wanted. Greedy requests use sampled programs too.
 
-        Prompts as they usually are come first: the larger ones of them will do for smaller ones meanwhile.
+        Typical sizes come first, of these the larger ones: they serve smaller prompts meanwhile.
         """
         graphs, has_drafter = self._graphs, self._state.drafter is not None
         if graphs is None:
@@ -164,26 +167,27 @@ class Mixing:
                 PromptProgram(tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED),
             )
             for size in self._batches
-            for arm in (graphs.prompt_arms if size <= FEW else graphs.arms)
-            if not arm.is_tree and (arm.depth <= MOST_DEPTH or arm in graphs.prompt_arms)
+            for arm in (graphs.prompt_arms if size <= SMALL_BATCH else graphs.arms)
+            if not arm.is_tree and (arm.depth <= LARGE_BATCH_DEPTH or arm in graphs.prompt_arms)
             for tokens, chunks in reversed(_prompt_sizes(size))
             if tokens <= max_tokens
         ]
-        found.sort(key=lambda one: round(abs(math.log2(one.prompts.tokens / USUAL_TOKENS))))
+        found.sort(key=lambda one: round(abs(math.log2(one.prompts.tokens / TYPICAL_TOKENS))))
         found = [program for program in found if program not in self._times]
         self.wanted = Counter({program: self.wanted[program] for program in found})
         return found
 
-    def learn(self, program: MixedProgram, times: Times) -> bool:
-        """Learn how long a candidate takes, and its parts apart; whether it pays."""
+    def add_times(self, program: MixedProgram, times: PassTimes) -> bool:
+        """Record the measurement of a candidate; return whether it saves time."""
         self._times[program] = times
-        self.leave(program)
+        self.drop_candidate(program)
         return times.saved() > 0
 
-    def leave(self, program: MixedProgram) -> None:
-        """Measure it no more.
+    def drop_candidate(self, program: MixedProgram) -> None:
+        """Do not measure it (any more), and update the token limit for rounds of its size and arm.
 
-        The prompts beside rounds like its own are bounded by what pays and holds up nobody, or may yet prove to.
+        The limit is the largest size that saves time within `MAX_STALL`, or is not measured yet; if there is none, the
+        smallest that saves time.
         """
         self.wanted.pop(program, None)
         key = program.round.batch, program.round.draft
@@ -193,33 +197,33 @@ class Mixing:
 
         paying = {one.prompts.tokens: t for one, t in self._times.items() if is_like(one) and t.saved() > 0}
         if paying:
-            short = {tokens for tokens, times in paying.items() if times.both <= MOST_STALL * times.round}
+            short = {tokens for tokens, times in paying.items() if times.mixed <= MAX_STALL * times.round}
             unknown = {one.prompts.tokens for one in self.wanted if is_like(one)}
-            self._along[key] = max(short | unknown, default=min(paying)) - 1
+            self._max_tokens[key] = max(short | unknown, default=min(paying)) - 1
 
     def padded(self, program: MixedProgram) -> MixedProgram | None:
-        """The program of a size that there are graphs of, that this one can run as; None: it is too large."""
+        """Return the program padded to a size that graphs are captured for; None if it is too large."""
         smallest = next(self._fitting(program), None)
         return None if smallest is None else self._best(program, smallest)
 
     def _best(self, program: MixedProgram, smallest: MixedProgram) -> MixedProgram:
-        """Of all that fit, the smallest that pays, as far as it is known; or else the smallest."""
+        """Return the smallest size that fits and is known to save time; if there is none, the smallest that fits."""
         return next((one for one in self._fitting(program) if self._saved(one, smallest) > 0), smallest)
 
     def _saved(self, padded: MixedProgram, smallest: MixedProgram) -> float:
-        """How many rounds a program saves where this smaller one would do; 0 where it is not known."""
+        """Return the time saved, in rounds, by `padded` for prompts of the size of `smallest`; 0 if not measured."""
         times = self._times.get(_plain(padded))
         return 0.0 if times is None else times.saved(smallest.prompts.tokens / padded.prompts.tokens)
 
     def _fitting(self, program: MixedProgram) -> Iterator[MixedProgram]:
-        """The programs of all sizes that this one can run as, smallest first."""
+        """Yield the program padded to each size that fits, smallest first."""
         one, prompts = program
         batch, asked = self._size(one.batch), prompts.asked
         sizes = [(t, c) for t, c in _prompt_sizes(batch) if t > prompts.tokens and c >= prompts.chunks]
         if not batch or not sizes:
             return
         adjusting = next(count for count in SIZES if count >= one.adjusting)
-        sampling = SamplingMode.SAMPLED  # a few rows more or less cost nothing, a second set of graphs does
+        sampling = SamplingMode.SAMPLED  # sampling a few rows costs nothing, a second set of graphs does
         one = one._replace(batch=batch, asked=one.asked.of(batch), adjusting=adjusting, sampling=sampling)
         for tokens, chunks in sizes:
             padded = prompts._replace(
@@ -228,18 +232,18 @@ class Mixing:
             yield MixedProgram(one, padded)
 
     def _arm(self, size: int, arm: Arm) -> Arm:
-        """What a round of this size drafts if prompts go along."""
-        return self._graphs.prompt_arm(arm) if self._graphs is not None and size <= FEW else arm
+        """Return what a round of this size drafts in a mixed pass."""
+        return self._graphs.prompt_arm(arm) if self._graphs is not None and size <= SMALL_BATCH else arm
 
     def _size(self, batch: int) -> int:
-        """Of the graphs for so many requests; 0: there are none."""
+        """Return the batch size of the graphs for so many requests; 0 if there are none."""
         return next((size for size in self._batches if size >= batch), 0)
 
 
 def _plain(program: MixedProgram) -> MixedProgram:
-    """What is measured in its place: what requests ask for besides changes little."""
+    """Return the program without options, which is measured in its place: they change its time little."""
     return program.with_both(sample_drafts=False, asked=Asked(), adjusting=0)
 
 
 def _prompt_sizes(batch: int) -> Sequence[tuple[int, int]]:
-    return next((sizes for most, sizes in PROMPTS.items() if batch <= most), ())
+    return next((sizes for largest, sizes in PROMPT_SIZES.items() if batch <= largest), ())

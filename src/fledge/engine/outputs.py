@@ -1,6 +1,6 @@
-"""What an engine gives back: an update for each request and step, and finished requests in vLLM's shape.
+"""Outputs of engines: an update for each request and step, and request outputs in vLLM's shape.
 
-Everything here is a plain value that can be pickled: an update goes through the server's pipe as it is.
+All of them are plain values that can be pickled: the server sends updates through a pipe.
 """
 
 from collections.abc import Sequence
@@ -14,37 +14,37 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities under the target's own distribution, before temperature and penalties."""
 
     token: int
-    logprob: float | None  # None: of a prompt's first token, which follows nothing
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
-    rank: int | None = None  # 1: no token was likelier
+    logprob: float | None  # None for the first token of a prompt
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens, best first
+    rank: int | None = None  # 1: the most likely token
 
 
 class RoundRecord(NamedTuple):
-    """One verification of at least one draft, as `AcceptanceStatistics` counts them."""
+    """One verification of at least one draft, as counted by `AcceptanceStatistics`."""
 
-    start: int  # tokens of prompt and answer there were before it; its first draft is for this place
+    start: int  # tokens of prompt and answer before it: the position of its first draft
     drafted: int
     accepted: int  # before the answer is trimmed at a stop
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMetrics:
-    """How an answer came about. Acceptance is counted as `AcceptanceStatistics` defines it."""
+    """Metrics of an answer. Acceptance is defined by `AcceptanceStatistics`."""
 
     acceptance: AcceptanceStatistics
-    rounds: tuple[RoundRecord, ...] = ()  # what `acceptance` counts, in order of position
+    rounds: tuple[RoundRecord, ...] = ()  # those that `acceptance` counts, by position
     prompt_tokens: int = 0
-    output_tokens: int = 0  # as the engine counts them: a stop string may cut an answer shorter
+    output_tokens: int = 0  # generated; a stop string may cut the answer shorter
     cached_tokens: int  # of the prompt, found in the prefix cache
     preemptions: int
     arrived: float = 0.0  # `time.perf_counter()`
-    queue_seconds: float | None = None  # until it was first admitted; None: it never was
+    queue_seconds: float | None = None  # until its first admission; None: not admitted
     time_to_first_token: float | None  # seconds; None: it ended before
     seconds: float
 
     @classmethod
     def pooled(cls, parts: Sequence["RequestMetrics"]) -> "RequestMetrics":
-        """Several answers or requests that ran together as one: acceptance pooled, first token of the earliest."""
+        """Combine the metrics of answers or requests that ran together: sums, and the earliest first token."""
         first = [part.time_to_first_token for part in parts if part.time_to_first_token is not None]
         return cls(
             acceptance=AcceptanceStatistics.merge(part.acceptance for part in parts),
@@ -77,17 +77,17 @@ class RequestMetrics:
 
 
 class RequestUpdate(NamedTuple):
-    """What one step has brought for one request. With a `finish_reason` it is the last of the request."""
+    """New tokens of one request after a step. With a `finish_reason` it is the request's last update."""
 
     request_id: str
     token_ids: list[int]
-    drafted: int = 0  # drafts that were verified for it in this round
-    accepted: int = 0  # of those; the first `accepted` of the tokens had been drafted
-    logprobs: list[TokenLogprobs] | None = None  # one for each token, if asked for
-    prompt_logprobs: list[TokenLogprobs] | None = None  # one for each of the prompt's, with the first update
-    finish_reason: str | None = None  # "stop", "length", "error", or the reason it was aborted with
-    stop_token_id: int | None = None  # the last token, where it is a stop id that ended the answer
-    error: str | None = None  # with "error": why, in one line
+    drafted: int = 0  # drafts verified for it in this round
+    accepted: int = 0  # accepted ones: the first `accepted` of the tokens were drafted
+    logprobs: list[TokenLogprobs] | None = None  # one for each token, if requested
+    prompt_logprobs: list[TokenLogprobs] | None = None  # one for each prompt token, with the first update
+    finish_reason: str | None = None  # "stop", "length", "error", or the reason given to `abort`
+    stop_token_id: int | None = None  # the last token, if it is a stop id that ended the answer
+    error: str | None = None  # with "error": the reason, in one line
     metrics: RequestMetrics | None = None  # with the last update
 
 
@@ -98,36 +98,36 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str | None  # "stop", "length", "error" or "abort"; None: it goes on
+    finish_reason: str | None  # "stop", "length", "error" or "abort"; None: unfinished
     stop_reason: int | str | None  # the stop id or stop string that ended it
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if asked for
-    rounds: tuple[RoundRecord, ...] = ()  # how speculation went, round by round
-    error: str | None = None  # with "error": why, in one line
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if requested
+    rounds: tuple[RoundRecord, ...] = ()  # its speculation rounds, by position
+    error: str | None = None  # with "error": the reason, in one line
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """A request and its answers so far; all there is, if it is finished. Before, metrics tell of answers that ended."""
+    """A request and its answers so far. Until it is finished, `metrics` cover only its finished answers."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of the prompt's tokens, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each prompt token, if requested
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
     finished: bool = True
 
 
 class TextPiece(NamedTuple):
-    """Text that has become certain while streaming."""
+    """Streamed text of one token."""
 
     text: str
-    drafted: bool  # the token it came from had been proposed by the drafter
+    drafted: bool  # whether the token was drafted
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamEvent:
-    """What one round added to a streamed answer; the last event carries the finished output."""
+    """New text and tokens of a streamed answer after a round; the last event has the finished output."""
 
     pieces: tuple[TextPiece, ...]
     token_ids: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""Device programs: a round (verify, accept, extend the drafter, draft), and the reading of prompts.
+"""Forward passes on the device: a round (verify, accept, extend the drafter, draft), and prefill.
 
-Nothing here reads a tensor on the host, so a whole program can be captured as a CUDA graph and the next one can be
-launched before anybody knows what this one gave. `decoding/reference.py` and `decoding/drafting.py` are the same thing
-said simply, for one sequence.
+No tensor is read on the host here, so a whole pass can be captured as a CUDA graph, and the next one launched before
+the results of this one are known. `decoding/reference.py` and `decoding/drafting.py` are the same for one sequence,
+without optimisations.
 """
 
 import itertools
@@ -35,40 +35,40 @@ from fledge.layers.paged_cache import ChunkPass, MixedPass, PagedCache, PagedPas
 from fledge.models.drafter.base import DraftStates
 from fledge.models.target.decoder import TargetStates
 
-ALIGNMENT = 16  # numbers: kernels are compiled anew for tensors that begin at odd addresses
+ALIGNMENT = 16  # elements: Triton compiles a kernel again for tensors at unaligned addresses
 
 
 class DrafterError(Exception):
-    """The drafter raised. Nobody loses anything but speed: the target's work of the step is done by then."""
+    """The drafter raised. Only speculation is lost: the step's target pass is done by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassOutcome:
-    """What the host reads of a round or of prompts, one launch late: a row for each request or chunk.
+    """Results of a round or of prefill that the host reads: a row for each request or chunk.
 
-    Rows of padding, and of chunks that choose no token, mean nothing.
+    Rows of padding, and of chunks that choose no token, are undefined.
     """
 
     tokens: Tensor  # [rows, width]: emitted tokens, then PADDING; a prompt has one, the first of its answer
-    health: Tensor  # [rows, width + norms] finite where the models work: sums of the target's states, and `state_norms`
-    accepted: Tensor | None = None  # [rows]; None where there are no drafts to accept: prompts
-    drafted: Tensor | None = None  # [rows]: how many drafts there were to accept
-    confidence: Tensor | None = None  # [rows, width - 1]: the drafter's in each draft of a chain
-    stamps: Tensor | None = None  # [4] nanoseconds: begun, verified, accepted, drafted; None of prompts
-    logprobs: LogprobsTensors | None = None  # of the entries that asked, `width` rows each
-    prompt_logprobs: Sequence[LogprobsTensors | None] = ()  # of each chunk, if somebody asked
+    health: Tensor  # [rows, width + norms] sums of the target's states, then `state_norms`: to check that all is finite
+    accepted: Tensor | None = None  # [rows]; None for prefill
+    drafted: Tensor | None = None  # [rows]: number of drafts verified
+    confidence: Tensor | None = None  # [rows, width - 1]: the drafter's, in each draft of a chain
+    stamps: Tensor | None = None  # [4] nanoseconds: start, verified, accepted, drafted; None for prefill
+    logprobs: LogprobsTensors | None = None  # of the entries that requested them, `width` rows each
+    prompt_logprobs: Sequence[LogprobsTensors | None] = ()  # of each chunk, if requested
 
 
 class RoundClock:
-    """The times of one round's parts, by the device's own clock. Nobody waits: stamps travel with the results."""
+    """Timestamps of one round's phases, taken on the device without synchronising; they are read with the results."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type != "cpu"
         self._on_device = torch.zeros(4, dtype=torch.int64, device=device) if on_gpu else None
-        self._on_host: list[int] = []  # writing a number into a tensor takes twenty times as long as this
+        self._on_host: list[int] = []  # on a CPU: writing into a tensor takes twenty times as long
 
     def mark(self) -> None:
-        """Take the time: when the round begins, is verified (logits are there), accepted and drafted, in this order."""
+        """Take a timestamp: at the start, after verify (logits), accept and draft, in this order."""
         if self._on_device is not None:
             timestamp(self._on_device, len(self._on_host))
         self._on_host.append(time.perf_counter_ns())
@@ -90,13 +90,13 @@ def run_round(
     asking: Tensor | None = None,
     top: int = 0,
 ) -> PassOutcome:
-    """Verify what the sampler's rows have drafted, `verify` of it, then draft `draft`: chains or trees, each.
+    """Verify the drafts of the sampler's rows to the depth of `verify`, then draft `draft` (chains or trees).
 
-    `sample_drafts`: the drafts of some chains are drawn at random. With `admit`, only so many of the drafts of all rows
-    are verified: chains of rows that the host need not see to. Entries `asking` [n] of the batch get log-probabilities,
-    of `top` tokens besides.
+    `sample_drafts`: the drafts of some chains are sampled. `admit`: verify only so many drafts of the whole batch, the
+    likeliest (chains only, no `HostSampler`). Entries `asking` [n] of the batch get log-probabilities, with `top` most
+    likely tokens.
 
-    Updates the state of those rows: last token, length, drafts. Where nothing is drafted the drafter is left alone.
+    Updates the rows' state: last token, length, drafts. If `draft` is PLAIN the drafter does not run.
     """
     rows, width = sampler.rows, verify.depth + 1
     clock = RoundClock(rows.device)
@@ -138,7 +138,7 @@ def run_round(
     else:
         torch.sum(states.final.view(len(rows), width, -1), -1, dtype=torch.float32, out=health[:, :width])
     if draft.depth:
-        # Rows after the last settled one hold padding: leaving them out would take longer than computing them.
+        # Rows after the last settled one are padding: leaving them out would take longer than computing them.
         assert state.drafter_cache is not None
         positions = opened.positions
         if isinstance(fed, AdmittedRound):
@@ -163,7 +163,7 @@ def run_round(
 
 
 def count_adjusted(state: DeviceState, sampler: Sampler, tokens: Tensor) -> None:
-    """Take down what was emitted for those whose logits were adjusted: tokens [batch, width], then PADDING."""
+    """Update the token counts of entries with adjusted logits: tokens [batch, width], padded with PADDING."""
     if sampler.adjusting is not None:
         entries, slots = sampler.adjusting
         state.adjustments.count(slots, tokens[entries.clamp(max=len(tokens) - 1)])
@@ -180,9 +180,10 @@ def extend_drafter(
     *,
     sample_drafts: bool,
 ) -> Tensor:
-    """Let the drafter read settled rows (states, tokens, positions), then draft for `rows` [batch] from the last ones.
+    """Run the drafter on settled rows (states, tokens, positions), then draft for `rows` [batch] from the last ones.
 
-    Row i pairs the feature at its position with the token emitted after it. Returns `state_norms` of the drafts.
+    A settled row pairs the feature at its position with the token after it. Writes drafts and confidence; returns
+    `state_norms` of the drafts.
     """
     drafter = state.drafter
     assert drafter is not None
@@ -207,13 +208,13 @@ def extend_drafter(
 
 
 def _draft_draws(state: DeviceState, rows: Tensor, depth: int) -> DraftDraws:
-    """How the next drafts of those rows are drawn whose requests have them drawn."""
+    """Return how to sample the next drafts of the rows whose requests have sampled drafts."""
     settings = RowSettings(sampled=state.sample_drafts, temperature=state.sampling.temperature)
     return DraftDraws(rows, settings, _draft_uniforms(state, rows, depth), state.draft_probs)
 
 
 def _draft_uniforms(state: DeviceState, rows: Tensor, depth: int) -> Tensor:
-    """The random numbers that drafts are drawn by, [depth, batch]."""
+    """Return the random numbers for sampled drafts, [depth, batch]."""
     # The settled row is at length - 1 and predicts the token at length + 1.
     steps = torch.arange(depth, device=rows.device)[:, None]
     places = in_round(state.length[rows] + 1 + steps, steps)
@@ -222,26 +223,26 @@ def _draft_uniforms(state: DeviceState, rows: Tensor, depth: int) -> Tensor:
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """Chunks laid out flat on the device, one after another: views of one tensor, which travels there at once."""
+    """Chunks packed one after another (varlen layout): views of one tensor, which is copied to the device at once."""
 
     tokens: Tensor  # [tokens]
-    following: Tensor  # [tokens] the token after each; 0 where it is not known yet, and filled in when it is
+    following: Tensor  # [tokens] the token after each; 0 if it is not known yet, filled in once it is chosen
     positions: Tensor  # [tokens]
     slots: Tensor  # [tokens]
     rows: Tensor  # [chunks] in the device state
-    settled_rows: Tensor  # [chunks] the same for those that complete, the padding row for others
-    context_lens: Tensor  # [chunks] tokens read before
-    lengths: Tensor  # [chunks] tokens read afterwards
-    ends: Tensor  # [chunks] the place of each one's last token in the flat layout
-    chooses: Tensor  # [chunks] 1 where the token after the last is to be chosen
-    query_starts: Tensor  # [chunks + 1] the place of each one's first token, and the end
+    settled_rows: Tensor  # [chunks] the same for chunks that complete, the padding row for others
+    context_lens: Tensor  # [chunks] tokens before the chunk
+    lengths: Tensor  # [chunks] tokens up to its end
+    ends: Tensor  # [chunks] packed index of each chunk's last token
+    chooses: Tensor  # [chunks] 1 if the token after the chunk is to be chosen
+    query_starts: Tensor  # [chunks + 1] packed index of each chunk's first token, and the end
     asking: Tensor  # [n] chunks whose first tokens get log-probabilities
     adjusting: Tensor  # [2, n] chunks whose logits are adjusted, and their slots
-    max_chunk: int  # no chunk is longer
+    max_chunk: int  # bound on the length of a chunk
 
     @classmethod
     def of(cls, packed: Tensor, *, tokens: int, chunks: int, max_chunk: int, asked: int = 0) -> "PrefillInputs":
-        """Take apart what `lay_out` put together."""
+        """Unpack the result of `pack_prefill`."""
         token_part, chunk_part = (-(-count // ALIGNMENT) * ALIGNMENT for count in (tokens, chunks))
         sizes = (4 * token_part, 6 * chunk_part, chunks + 1, asked)
         by_token, by_chunk, starts, asking, changed = packed.tensor_split(tuple(itertools.accumulate(sizes)))
@@ -249,21 +250,22 @@ class PrefillInputs:
         return cls(*[*columns, starts, asking, changed.view(2, -1), max_chunk])
 
 
-def lay_out(state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: int, more: Sequence[int] = ()) -> Tensor:
-    """Return `PrefillInputs` as one tensor, padded to that many tokens and chunks; `more`: those with wishes.
+def pack_prefill(
+    state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: int, entries: Sequence[int] = ()
+) -> Tensor:
+    """Return `PrefillInputs` as one tensor, padded to `tokens` tokens and `rows` chunks.
 
-    Tokens of no chunk have their keys and values in block 0. Empty chunks are of the padding row, and end at the last
-    of those tokens.
+    `entries`: `asking` and `adjusting`. Padding tokens have their slots in block 0. Padding chunks have the padding
+    row, and end at the last padding token.
     """
-    block_size, nobody = state.block_size, state.padding_row
+    block_size, padding_row = state.block_size, state.padding_row
     token_part, chunk_part = (-(-count // ALIGNMENT) * ALIGNMENT for count in (tokens, rows))
-    packed = np.zeros(4 * token_part + 6 * chunk_part + rows + 1 + len(more), dtype=np.int64)
-    by_token = packed[: 4 * token_part].reshape(4, -1)  # as `PrefillInputs` has them
-    by_chunk = packed[4 * token_part :][: 6 * chunk_part].reshape(
-        6, -1
-    )  # rows, settled, context, lengths, ends, chooses
+    packed = np.zeros(4 * token_part + 6 * chunk_part + rows + 1 + len(entries), dtype=np.int64)
+    # Rows in the order of the fields of `PrefillInputs`.
+    by_token = packed[: 4 * token_part].reshape(4, -1)
+    by_chunk = packed[4 * token_part :][: 6 * chunk_part].reshape(6, -1)
     starts = packed[4 * token_part + 6 * chunk_part :][: rows + 1]
-    by_chunk[:2, :rows], by_chunk[4, :rows] = nobody, tokens - 1
+    by_chunk[:2, :rows], by_chunk[4, :rows] = padding_row, tokens - 1
     begin = 0
     for i, chunk in enumerate(chunks):
         request, end = chunk.request, begin + chunk.end - chunk.start
@@ -275,12 +277,12 @@ def lay_out(state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: i
         by_token[2, begin:end] = positions
         by_token[3, begin:end] = blocks[positions // block_size - chunk.start // block_size] * block_size
         by_token[3, begin:end] += positions % block_size
-        settled = row if chunk.completes else nobody
+        settled = row if chunk.completes else padding_row
         by_chunk[:, i] = row, settled, chunk.start, chunk.end, end - 1, chunk.chooses
         starts[i + 1 :] = begin = end
-    assert begin < tokens or len(chunks) == rows, "an empty chunk has to end somewhere"
+    assert begin < tokens or len(chunks) == rows, "padding chunks need a padding token"
     by_token[3, begin:tokens] = np.arange(tokens - begin) % block_size
-    packed[len(packed) - len(more) :] = more
+    packed[len(packed) - len(entries) :] = entries
     return state.tensor(packed)
 
 
@@ -294,22 +296,22 @@ def run_prefill(
     top: int = 0,
     chunks: Sequence[Chunk] = (),
 ) -> PassOutcome:
-    """Read the chunks; draft for those that complete. Updates the state of their rows.
+    """Prefill the chunks; draft for those that complete. Updates the state of their rows.
 
-    `sample_drafts` and `top` as in `run_round`. `chunks`: what was laid out, if prompts' log-probabilities are wanted.
+    `sample_drafts` and `top`: see `run_round`. `chunks`: the packed ones, if prompt log-probabilities are requested.
 
-    Chunks that do not complete write to the padding row, which is to be reset afterwards.
+    Chunks that do not complete write to the padding row, which must be reset afterwards.
     """
-    drafter = state.drafter  # reads along even if nothing is drafted now: its rows are needed when it is
+    drafter = state.drafter  # runs even if nothing is drafted now: later drafts need its keys and values
     aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
     storage = chunk_storage(state, inputs, state.target_cache)
     states = state.target(inputs.tokens, inputs.positions, storage, aux_layer_ids)
     final = states.final[inputs.ends]
     logits = state.target.logits(final)
-    first_tokens, logprobs = choose_first(state, inputs, sampler, logits, top)
+    first_tokens, logprobs = choose_first_tokens(state, inputs, sampler, logits, top)
     health = [final.sum(-1, dtype=torch.float32)[:, None]]
     if state.drafter_cache is not None and drafter is not None:
-        settled = settle_prompts(state, inputs, draft.depth)
+        settled = settle_prefill(state, inputs, draft.depth)
         storage = chunk_storage(state, inputs, state.drafter_cache)
         rows, positions = inputs.settled_rows, inputs.positions
         health.append(
@@ -335,12 +337,13 @@ def chunk_storage(state: DeviceState, inputs: PrefillInputs, cache: PagedCache) 
     )
 
 
-def choose_first(
+def choose_first_tokens(
     state: DeviceState, inputs: PrefillInputs, sampler: Sampler, logits: Tensor, top: int
 ) -> tuple[Tensor, LogprobsTensors | None]:
-    """Choose the tokens after the chunks by `logits` of their last ones, where they are not known. Writes them down.
+    """Choose the token after each chunk, unless it is known, from the `logits` of its last position.
 
-    Returns them [chunks], and the log-probabilities that were asked for.
+    Updates `inputs.following` and the rows' length, last token and draft count. Returns the tokens [chunks] and the
+    requested log-probabilities.
     """
     decided, asking = inputs.lengths[:, None], inputs.asking
     choices = sampler.choices(sampler.adjusted(logits, decided), decided)
@@ -351,12 +354,12 @@ def choose_first(
     state.length[rows] = inputs.lengths
     state.last_token[rows] = first_tokens
     state.draft_count.index_fill_(0, rows, 0)  # assigning a number would copy it from the host, which graphs cannot
-    told = LogprobsTensors.from_logits(logits[asking], choices[asking], top) if len(asking) else None
-    return first_tokens, told
+    logprobs = LogprobsTensors.from_logits(logits[asking], choices[asking], top) if len(asking) else None
+    return first_tokens, logprobs
 
 
-def settle_prompts(state: DeviceState, inputs: PrefillInputs, depth: int) -> SettledRound:
-    """Lay out what the drafter reads of chunks after which all tokens are known, and up to `depth` drafts of each."""
+def settle_prefill(state: DeviceState, inputs: PrefillInputs, depth: int) -> SettledRound:
+    """Return the drafter's inputs for the chunks, and the slots for up to `depth` drafts of each."""
     rows = inputs.settled_rows
     length = state.length[rows]
     if depth:

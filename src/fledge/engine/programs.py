@@ -1,6 +1,6 @@
-"""Device programs of a fixed size: a round, the reading of prompts. What tells one from another, and what they read.
+"""Device programs of a fixed size: rounds and prefill, with their parameters and packed inputs.
 
-`graphs.py` captures them; `mixing.py` has those of both.
+`graphs.py` captures them as CUDA graphs; `mixing.py` has the program that does both in one pass.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from fledge.engine.adjustments import entries_adjusting
 from fledge.engine.arms import Arm
 from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import Asked
-from fledge.engine.passes import PassOutcome, PrefillInputs, lay_out, run_prefill, run_round
+from fledge.engine.passes import PassOutcome, PrefillInputs, pack_prefill, run_prefill, run_round
 from fledge.engine.request import Request
 from fledge.engine.sampler import HostSampler, Sampler, SamplingMode
 from fledge.engine.scheduler import Chunk
 
 
 class RoundProgram(NamedTuple):
-    """A round of one size: what distinguishes one captured round from another."""
+    """A round of one size. The fields are all that distinguishes captured rounds."""
 
     batch: int
     verify: Arm
     draft: Arm
     sampling: SamplingMode
-    sample_drafts: bool = False  # the drafts of some chains are drawn at random
+    sample_drafts: bool = False  # the drafts of some chains are sampled
     asked: Asked = Asked()
-    adjusting: int = 0  # entries
-    admit: int | None = None  # drafts that are verified, over the batch; None: all
+    adjusting: int = 0  # number of entries with adjusted logits
+    admit: int | None = None  # number of drafts to verify over the batch; None: all
 
     @property
     def uses_drafter(self) -> bool:
@@ -40,18 +40,18 @@ class RoundProgram(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        wishes = self.asked.top, self.adjusting > 0, self.admit is None
-        return self.verify, self.draft, self.sampling, self.sample_drafts, wishes
+        options = self.asked.top, self.adjusting > 0, self.admit is None
+        return self.verify, self.draft, self.sampling, self.sample_drafts, options
 
     def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
-        """Return their rows, and the padding row up to the batch's size; then which entries have which wishes."""
+        """Pack the requests' rows, padded to the batch size, and the entries with log-probabilities or adjustments."""
         rows = [request.running_row for request in requests]
         rows += [state.padding_row] * (self.batch - len(rows))
         adjusting = entries_adjusting(requests, self.adjusting, self.batch)
         return state.tensor([*rows, *self.asked.entries(requests), *adjusting])
 
     def unpack(self, state: DeviceState, packed: Tensor) -> tuple[Sampler, Tensor | None]:
-        """Take apart what `inputs` put together; the second are the entries that ask for log-probabilities."""
+        """Unpack `inputs`: the sampler, and the entries that get log-probabilities."""
         rows, asking, adjusting = packed.tensor_split((self.batch, self.batch + self.asked.size))
         changed = adjusting.view(2, -1) if self.adjusting else None
         return Sampler(state, rows, self.sampling, changed), asking if self.asked else None
@@ -73,17 +73,17 @@ class RoundProgram(NamedTuple):
 
 
 class PromptProgram(NamedTuple):
-    """The reading of so many tokens: what distinguishes one captured prefill from another."""
+    """Prefill of one size. The fields are all that distinguishes captured ones."""
 
     tokens: int
     chunks: int
     max_chunk: int
     draft: Arm
-    has_drafter: bool  # it may have been given up
+    has_drafter: bool  # false also after the drafter failed
     sampling: SamplingMode
-    sample_drafts: bool = False  # as of a round
+    sample_drafts: bool = False  # the drafts of some chains are sampled
     asked: Asked = Asked()
-    adjusting: int = 0  # chunks
+    adjusting: int = 0  # number of chunks with adjusted logits
 
     @property
     def uses_drafter(self) -> bool:
@@ -95,14 +95,14 @@ class PromptProgram(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        wishes = self.asked.top, self.adjusting > 0
-        return self.draft, self.has_drafter, self.sampling, self.sample_drafts, wishes
+        options = self.asked.top, self.adjusting > 0
+        return self.draft, self.has_drafter, self.sampling, self.sample_drafts, options
 
     def inputs(self, state: DeviceState, chunks: Sequence[Chunk]) -> Tensor:
         requests = [chunk.request for chunk in chunks]
         adjusting = entries_adjusting(requests, self.adjusting, self.chunks)
-        wishes = [*self.asked.entries(requests), *adjusting]
-        return lay_out(state, chunks, tokens=self.tokens, rows=self.chunks, more=wishes)
+        entries = [*self.asked.entries(requests), *adjusting]
+        return pack_prefill(state, chunks, tokens=self.tokens, rows=self.chunks, entries=entries)
 
     def unpack(self, state: DeviceState, packed: Tensor) -> tuple[PrefillInputs, Sampler]:
         inputs = PrefillInputs.of(
@@ -114,7 +114,7 @@ class PromptProgram(NamedTuple):
         inputs, sampler = self.unpack(state, packed)
         if any(chunk.chooses and chunk.request.needs_host for chunk in on_host):
             sampler = HostSampler([chunk.request for chunk in on_host], state, adjusting=sampler.adjusting)
-        asks = any(chunk.prompt_rows for chunk in on_host)
+        has_prompt_logprobs = any(chunk.prompt_rows for chunk in on_host)
         return run_prefill(
             state,
             inputs,
@@ -122,28 +122,28 @@ class PromptProgram(NamedTuple):
             draft=self.draft,
             sample_drafts=self.sample_drafts,
             top=self.asked.top,
-            chunks=on_host if asks else (),
+            chunks=on_host if has_prompt_logprobs else (),
         )
 
 
 class Program(Protocol):
-    """What can be captured: a device program of a fixed size, told apart by its fields."""
+    """A device program of a fixed size, identified by its fields; can be captured."""
 
     @property
     def uses_drafter(self) -> bool: ...
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """One with none of them smaller, of the same kind, does the same with more padding."""
+        """A program of the same kind whose sizes are all at least these does the same work, with more padding."""
         ...
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """All that is no size."""
+        """All fields that are not sizes."""
         ...
 
     def inputs(self, state: DeviceState, work: Sequence[Any]) -> Tensor:
-        """Lay out on the device what it is to work on; nothing: nobody's rows."""
+        """Pack the work (requests or chunks) into one tensor on the device; empty `work` means padding only."""
         ...
 
     def run(self, state: DeviceState, packed: Tensor) -> Any: ...

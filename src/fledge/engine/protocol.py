@@ -1,7 +1,7 @@
-"""What others may ask of an engine: ours (`engine.py`) is one implementation, and another may stand in its place.
+"""The interface of engines: `LLMEngine` (`engine.py`) and `VllmEngine` (`vllm_engine.py`) implement it.
 
-An engine knows token ids only. Requests are added between steps, `step` runs all of them a little further and says
-what has become known, request by request. `LLM` (`llm.py`) and the server are built on this and nothing else.
+An engine works with token ids only. Requests are added between steps; `step` advances all of them and returns new
+tokens. `LLM` (`llm.py`) and the server use only this interface.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,30 +21,30 @@ from fledge.errors import ConfigError, ContextLengthError, FledgeError, PromptEr
 
 
 class DeadEngineError(FledgeError):
-    """The device or the engine is in a state that nothing can be computed in any more."""
+    """The device or the engine failed and cannot continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What an engine is and can take, whatever else it does. Can be pickled and asked anywhere.
+    """Properties and limits of an engine. Can be pickled.
 
-    Nothing of an engine's changes but the drafter, and that only by `Engine.exchange_drafter`.
+    Constant, except for the drafter, which `Engine.exchange_drafter` changes.
     """
 
-    model: str  # what it was loaded from
-    drafter: str | None  # None: it does not speculate
+    model: str  # directory or hub name
+    drafter: str | None  # None: no speculation
     device: str
-    dtype: str  # that the target computes in
+    dtype: str  # of the target's computation
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_model_len: int
     max_num_seqs: int
-    max_depth: int  # tokens drafted ahead at most
-    kv_capacity: int  # tokens of KV cache that one request may have
+    max_depth: int  # largest number of draft tokens in a round
+    kv_capacity: int  # largest number of tokens that one request may have in the KV cache
     scheduling_policy: str = "fcfs"  # or "priority"
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Refuse what would otherwise fail in the middle of a step, and take the other requests with it."""
+        """Raise PromptError or ConfigError for requests that could never run, before they fail in a step."""
         vocab_size, longest = self.vocab_size, self.max_model_len
         if not prompt:
             raise PromptError("the prompt is empty")
@@ -68,7 +68,7 @@ class EngineInfo:
 
 
 class PhaseSeconds(NamedTuple):
-    """One round's time, by its parts."""
+    """Time of one round, by phase."""
 
     verify: float
     accept: float
@@ -76,26 +76,26 @@ class PhaseSeconds(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """One round of a batch, as it was read: how large, how deep, what it gave, and how long it took."""
+    """One round of a batch."""
 
-    batch: int  # requests in it
-    verify: Arm  # what was up for acceptance, in each request that had drafts; depth 0: a plain step
-    draft: Arm  # what was drafted for the next round
-    tokens: int  # chosen in it, in all
+    batch: int  # number of requests
+    verify: Arm  # drafts that were verified, for each request that had some; depth 0: plain decoding
+    draft: Arm  # drafts for the next round
+    tokens: int  # emitted tokens of all requests
     seconds: PhaseSeconds
-    admit: int | None = None  # drafts that were verified, of all requests together; None: all there were
-    prompt_tokens: int = 0  # that were read in the same pass: its seconds are of both
+    admit: int | None = None  # number of drafts verified over the whole batch; None: all
+    prompt_tokens: int = 0  # of a mixed pass: `seconds` include their prefill
 
 
 @dataclass(kw_only=True)
 class EngineStats:
-    """Totals over an engine's life, and where it stands now. `Engine.stats` hands out a copy that can be pickled.
+    """Totals since the start, and the current state. `Engine.stats` returns a copy, which can be pickled.
 
-    Acceptance, state growth and calibration are totals over the life of its present drafter.
+    Acceptance, state growth and calibration are totals since the present drafter was loaded.
     """
 
     steps: int = 0
-    prompt_tokens: int = 0  # read, those found in the prefix cache left out
+    prompt_tokens: int = 0  # computed, without those found in the prefix cache
     output_tokens: int = 0
     finished: int = 0
     aborted: int = 0
@@ -106,30 +106,30 @@ class EngineStats:
     prefix_hits: int = 0  # tokens found there
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     state_growth: StateGrowth = field(default_factory=StateGrowth)
-    calibration: DraftCalibration | None = None  # None: no chains are drafted, or nothing is new to whom it is told
-    drafter_failure: str | None = None  # why the engine goes on without its drafter
+    calibration: DraftCalibration | None = None  # None: no chains are drafted, or it has not changed since last sent
+    drafter_failure: str | None = None  # why the drafter was switched off
     num_rounds: int = 0  # of batches
-    rounds: tuple[RoundReport, ...] = ()  # the latest few
-    typical_round: tuple[int, Arm] | None = None  # batch and what is drafted, where rounds are not told one by one
+    rounds: tuple[RoundReport, ...] = ()  # the latest ones
+    typical_round: tuple[int, Arm] | None = None  # batch size and arm, if there are no reports of single rounds
     costs: CostTable = field(default_factory=CostTable)
-    choice: DepthChoice | None = None  # of the controller, the latest
-    schedule_seconds: float = 0.0  # planning
+    choice: DepthChoice | None = None  # the controller's latest
+    schedule_seconds: float = 0.0
     launch_seconds: float = 0.0  # queueing work; on a CPU also doing it
-    read_seconds: float = 0.0  # waiting for the device and digesting its results
+    read_seconds: float = 0.0  # waiting for the device and processing its results
 
-    running: int = 0  # requests, now
+    running: int = 0  # requests
     waiting: int = 0
-    kv_used: int = 0  # blocks, now
+    kv_used: int = 0  # blocks
     kv_capacity: int = 0
 
     def count_end(self, reason: str) -> None:
-        """Count a request that has ended."""
+        """Count a finished request."""
         self.aborted += reason == "abort"
         self.failed += reason == "error"
         self.finished += reason not in ("abort", "error")
 
     def begin_drafter(self) -> None:
-        """There is another drafter: what is said of drafts is said of its own."""
+        """Reset the totals of the drafter, which has been exchanged."""
         self.acceptance, self.state_growth, self.drafter_failure = AcceptanceStatistics(), StateGrowth(), None
 
 
@@ -141,7 +141,7 @@ class Engine(Protocol):
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request has not ended yet, or its end has not been told."""
+        """Whether a request is unfinished, or its last update has not been returned."""
         ...
 
     def add_request(
@@ -158,28 +158,27 @@ class Engine(Protocol):
         parent: str = "",
         priority: int = 0,
     ) -> None:
-        """Queue a request. Raises PromptError or ConfigError if it could never run, whatever else does.
+        """Queue a request. Raises PromptError or ConfigError if it could never run.
 
-        Its random numbers follow from `seed`, or else from `params.seed`. Only where that is given, by whoever asks, is
-        the text of a seed the same with and without speculation: others' drafts may be drawn at random.
-
-        No more than `draft_limit` tokens are drafted for it in a round; 0 is no speculation. Beginnings of prompts are
-        shared only among requests with the same `cache_salt`. A `constraint` is this request's alone; if it fails, the
-        request ends with finish reason "error". Requests with the same `parent`, the answers to one question, share
-        its turn among all others; by default a request is its own. With the scheduling policy "priority", requests of
-        a lower `priority` go first, and are the last to be preempted.
+        seed: for its random numbers; default: `params.seed`. Only with a `params.seed` is the text of a seed the
+            same with and without speculation: drafts of other requests may be sampled.
+        draft_limit: draft tokens per round; 0: no speculation
+        cache_salt: cached prefixes are shared only between requests with the same salt
+        constraint: belongs to this request; if it fails, the request ends with finish reason "error"
+        parent: the answers to one prompt have the same parent, and parents take turns; default: its own id
+        priority: with the scheduling policy "priority", lower ones are scheduled first and preempted last
         """
         ...
 
     def abort(self, request_id: str, reason: str = "abort") -> RequestUpdate | None:
-        """End a request now and return its last update; None if it has ended already. What is in flight is dropped."""
+        """End a request and return its last update; None if it is not running. Results in flight are dropped."""
         ...
 
     def step(self) -> list[RequestUpdate]:
-        """Run one step and return what has become known since the last one.
+        """Run one step and return an update for each request that has new tokens or has ended.
 
-        What fails inside ends the requests at fault, with finish reason "error"; the others go on. Raises
-        DeadEngineError where there is no going on.
+        After a failure the requests at fault end with finish reason "error"; the others continue. Raises
+        DeadEngineError if the engine cannot continue.
         """
         ...
 
@@ -190,35 +189,34 @@ class Engine(Protocol):
         plain: bool = False,
         acceptance: Acceptance | None = None,
     ) -> None:
-        """Do now what would hold up the first requests: capture graphs, time rounds. `progress` is told done and all.
+        """Do what would otherwise delay the first requests: capture graphs, time rounds. `progress(done, total)`.
 
-        Requests can come then; what makes them faster still is left to `work_ahead`.
-
-        `plain`: for steps without speculation too, which a request may ask for. `acceptance`: what is known of how
-        many drafts stand, before any was tried.
+        Optional graphs are left to `work_ahead`. `plain`: prepare for requests without speculation too. `acceptance`:
+        rates to start with, e.g. of an evaluation.
         """
         ...
 
     def work_ahead(self) -> bool:
-        """Do a little of what warming up has left for when there is nothing to do: it holds up a request for some
-        tenths of a second at most. False: there is nothing left. What steps miss they do themselves, now and then.
+        """Do a piece of optional work (a few tenths of a second at most) while idle; False if there is none.
+
+        A busy engine does such work between steps, in a small share of its time.
         """
         ...
 
     def prepare_drafter(self, model: str) -> Any:
-        """Load a drafter to exchange for the present one, and check it. May be called on another thread, beside steps.
+        """Load a drafter for `exchange_drafter`, and check it. May be called on another thread, in parallel to steps.
 
-        Raises FledgeError where it is no good for the target, or where this engine can exchange none.
+        Raises FledgeError if it does not fit the target, or if this engine cannot exchange drafters.
         """
         ...
 
     def exchange_drafter(self, new: Any, acceptance: Acceptance | None = None) -> None:
-        """Draft with what `prepare_drafter` gave, from the next step on. Running requests go on, with the same tokens.
+        """Use a drafter from `prepare_drafter` from the next step on. Running requests continue with the same tokens.
 
-        `acceptance` as of `warm_up`. Raises FledgeError, and changes nothing, where there is no place for it.
+        `acceptance`: see `warm_up`. Raises FledgeError, and changes nothing, if there is no room for it.
         """
         ...
 
     def stats(self) -> EngineStats:
-        """Return a snapshot. Asks the device nothing."""
+        """Return a snapshot. Does not synchronise with the device."""
         ...

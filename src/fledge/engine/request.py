@@ -1,4 +1,4 @@
-"""A request inside the engine: what was asked, what is known of the answer, and where it stands."""
+"""A request inside the engine: its parameters, its tokens so far and its scheduling state."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -13,12 +13,12 @@ from fledge.engine.constraint import CONSTRAINT_FAILURE, TokenConstraint
 from fledge.engine.outputs import RequestMetrics, RoundRecord, TokenLogprobs
 
 UNLIMITED = 2**31 - 1
-MAX_FAILURES = 3  # of steps that a request took part in, before it is held to be at fault
+MAX_FAILURES = 3  # failed steps that a request took part in, after which it is ended
 
 
 class Phase(StrEnum):
     WAITING = "waiting"  # has no row and no blocks
-    PREFILL = "prefill"  # has a row and blocks; its tokens are being read
+    PREFILL = "prefill"  # has a row and blocks; its tokens are being computed
     DECODE = "decode"
     FINISHED = "finished"
 
@@ -27,7 +27,7 @@ class Phase(StrEnum):
 class Request:
     """Mutable; changed by the scheduler (phase, row, blocks) and the engine (tokens, statistics) only.
 
-    `tokens` is what the host knows. The device may be ahead of it by the rounds that have not been read yet, which
+    `tokens` are the tokens known to the host. The device may be ahead by launches that have not been read yet, which
     add at most `in_flight` tokens.
     """
 
@@ -36,43 +36,43 @@ class Request:
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]
-    max_length: int  # of prompt and answer together
-    draft_until: int  # no drafting for positions from here on; 0: no speculation at all
-    parent: str = ""  # whose answer it is: parents take turns; not given: its own
+    max_length: int  # prompt and answer together
+    draft_until: int  # no drafts for positions from here on; 0: no speculation
+    parent: str = ""  # parents take turns (the answers to one prompt have the same); default: its own id
     priority: int = 0  # lower is earlier
-    draft_limit: int = UNLIMITED  # no more drafts than this in a round
-    may_sample_drafts: bool = False  # nothing says whether its drafts are drawn at random: whatever pays
-    cache_salt: bytes = b""  # shares cached blocks only with requests that have the same
-    constraint: TokenConstraint | None = None  # what the answer may look like; at the state after `tokens`
+    draft_limit: int = UNLIMITED  # drafts per round
+    may_sample_drafts: bool = False  # whether the controller decides if its drafts are sampled
+    cache_salt: bytes = b""  # cached blocks are shared only between requests with the same salt
+    constraint: TokenConstraint | None = None  # grammar, in the state after `tokens`
 
-    # What follows from the above, once: every step asks it of every request.
-    kind: RequestKind = field(init=False)  # not of drawn drafts, until whoever adds it decides so
-    longest: int = field(init=False)  # tokens that it can have, those of the prompt included
-    adjusts: bool = field(init=False)  # its logits are changed before anything is chosen
+    # Derived once: every step reads these of every request.
+    kind: RequestKind = field(init=False)  # not SAMPLED_DRAFTS, unless the engine sets it
+    longest: int = field(init=False)  # maximum number of tokens, prompt included
+    adjusts: bool = field(init=False)  # its logits are adjusted before sampling: bias, penalties, min_tokens, grammar
 
     tokens: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     row: int | None = None
-    slot: int | None = None  # where the device keeps what changes its logits
-    # With a constraint: what its next round verifies, as read; None: not yet, and until then it sits rounds out.
+    slot: int | None = None  # in `Adjustments`, if it has one
+    # With a constraint: the drafts of its next round. None: not read yet; it is left out of rounds until then.
     drafts: Sequence[int] | None = ()
     table: BlockTable = field(default_factory=BlockTable)
-    placed_blocks: int = 0  # blocks of the table that the device knows
-    settled: int = 0  # positions whose target and drafter rows are final
+    placed_blocks: int = 0  # blocks of the table that were copied to the device
+    settled: int = 0  # positions whose keys and values, the target's and the drafter's, are final
     in_flight: int = 0
     finish_reason: str | None = None
     failure: str | None = None  # why it ends with "error"
-    failures: int = 0  # steps with it in them that failed, and nobody knows why
-    is_suspect: bool = False  # was in such a step, and has not been through a round since
+    failures: int = 0  # failed steps that it took part in, of unknown cause
+    is_suspect: bool = False  # took part in such a step, and has not completed a round since
 
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on, as far as read
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on, as far as computed
     rounds: list[RoundRecord] = field(default_factory=list)
-    drafts_expected: float = 0.0  # to be accepted of its latest drafts, by what is accepted of others'
-    drafts_accepted: float = 0.0  # of those: the controller's business, both of them
-    cached_tokens: int = 0  # of the prompt, found in the pool when it was admitted
+    drafts_expected: float = 0.0  # acceptances of its latest drafts that the controller expected
+    drafts_accepted: float = 0.0  # the actual ones; both are written by the controller
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache at its first admission
     preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
-    admitted_at: float | None = None  # for the first time
+    admitted_at: float | None = None  # first admission
     first_token_at: float | None = None
     finished_at: float | None = None
 
@@ -89,13 +89,13 @@ class Request:
 
     @property
     def running_row(self) -> int:
-        """Its row in the device's state, of a request that runs."""
+        """The row in the device state of a running request."""
         assert self.row is not None
         return self.row
 
     @property
     def sample_drafts(self) -> bool:
-        """Whether its drafts are drawn at random."""
+        """Whether its drafts are sampled (rather than argmax)."""
         return self.kind is RequestKind.SAMPLED_DRAFTS
 
     @property
@@ -108,36 +108,36 @@ class Request:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether what is in flight, which is one token at least, is certain to end it."""
+        """Whether the launch in flight, of at least one token, certainly ends it."""
         return self.in_flight > 0 and len(self.tokens) + 1 >= self.longest
 
     @property
     def chooses_first_token(self) -> bool:
-        """Whether prefill ends by mode a token. After a preemption the last token is known already."""
+        """Whether prefill ends by choosing a token. After a preemption the last token is already known."""
         return self.num_output == 0
 
     @property
     def prefill_end(self) -> int:
-        """How many tokens prefill reads: all of a prompt; of a resumed request all but the last."""
+        """Number of tokens to prefill: the whole prompt; after a preemption all tokens but the last."""
         return len(self.tokens) if self.chooses_first_token else len(self.tokens) - 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the log-probabilities of its prompt are still to be told: with its first tokens they are."""
+        """Whether its prompt's log-probabilities are still to be returned, which happens with its first token."""
         return self.params.prompt_logprobs is not None and self.chooses_first_token
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host chooses its tokens: the device has no room for what changes its logits."""
+        """Whether its tokens are chosen on the host: its logits are adjusted, and it has no slot on the device."""
         return self.adjusts and self.slot is None
 
     def accept(self, tokens: list[int]) -> list[int]:
-        """Take over tokens up to the first that ends the answer; return those taken.
+        """Append tokens up to the first that ends the answer; return those appended.
 
-        An answer also ends where its constraint is complete: only an end of text could follow.
+        An answer also ends where its constraint is complete.
         """
         room = self.longest - len(self.tokens)
-        if room <= 0:  # nothing was asked for but to read the prompt
+        if room <= 0:  # max_tokens is 0: only prompt log-probabilities were requested
             self.finish_reason = "length"
             return []
         if self.constraint is None and len(tokens) < room and self.stop_ids.isdisjoint(tokens):
@@ -147,7 +147,7 @@ class Request:
             try:
                 if self.constraint is not None and self.failure is None:
                     self.constraint.accept([token])
-            except Exception as error:  # it concerns this request and no other
+            except Exception as error:  # ends this request only
                 self.fail_constraint(error)
             if self.failure is not None:
                 self.finish_reason = "error"
@@ -163,13 +163,13 @@ class Request:
 
     @property
     def acceptance(self) -> AcceptanceStatistics:
-        """Of its rounds, worked out anew."""
+        """Statistics of its rounds."""
         found = AcceptanceStatistics()
         found.count((done.drafted, done.accepted) for done in self.rounds)
         return found
 
     def metrics(self) -> RequestMetrics:
-        """Return how it went, once it has ended."""
+        """Return the metrics of a finished request."""
         assert self.finished_at is not None, f"request {self.id} has not ended"
         return RequestMetrics(
             acceptance=self.acceptance,
@@ -185,12 +185,12 @@ class Request:
         )
 
     def set_drafter(self, max_positions: int) -> None:
-        """Draft with a drafter for so many positions, and forget how well the one before it did."""
+        """Use another drafter, which has so many positions; reset the acceptance of the previous one."""
         self.draft_until = min(self.max_length, max_positions) if self.draft_limit else 0
         self.drafts_expected = self.drafts_accepted = 0.0
 
     def fail_constraint(self, error: Exception) -> None:
-        """Note why the constraint fails. The request then ends with its next tokens."""
+        """Record why the constraint failed. The request ends when its next tokens are read."""
         self.failure = f"{CONSTRAINT_FAILURE}{str(error) or type(error).__name__}"
 
 
@@ -199,12 +199,15 @@ def kind_of_round(requests: Iterable[Request]) -> RequestKind:
 
 
 def requests_at_fault(involved: Iterable[Request]) -> list[Request]:
-    """Return the requests that a failed step is blamed on; if that is not clear, all in it become suspects."""
+    """Return the requests to end after a failed step: the only one in it, or the only suspect.
+
+    Otherwise all unfinished requests in it become suspects, and those with too many failures are returned.
+    """
     involved = [request for request in involved if request.phase is not Phase.FINISHED]
     suspects = [request for request in involved if request.is_suspect]
-    for clear in (involved, suspects):
-        if len(clear) == 1:
-            return clear
+    for group in (involved, suspects):
+        if len(group) == 1:
+            return group
     for request in involved:
         request.is_suspect = True
         request.failures += 1

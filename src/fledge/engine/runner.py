@@ -1,4 +1,4 @@
-"""Runs what the scheduler has put together, as graphs where there are any, and reads the results when asked."""
+"""Launches scheduled batches, as CUDA graphs if there are any, and reads their results later."""
 
 import math
 import time
@@ -25,40 +25,40 @@ from fledge.engine.request import Request, kind_of_round
 from fledge.engine.sampler import SamplingMode, masks_after
 from fledge.engine.scheduler import ScheduledBatch
 
-SAMPLED_ROUNDS = 8  # of as many that draft, the drafter's states are looked at in one
-SAMPLED_REQUESTS = 16  # of about so many in it: each takes time
+SAMPLED_ROUNDS = 8  # state norms are read in one of so many rounds that draft
+SAMPLED_REQUESTS = 16  # and of about so many requests in it: each takes time
 
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
 
 class PendingDrafts(NamedTuple):
-    """What a launch drafted for requests with constraints, whose next masks depend on it."""
+    """Drafts of a launch for requests with constraints, whose next masks depend on them."""
 
     requests: Sequence[Request]
-    counts: Tensor  # [requests, 1 + max_depth]: how many, and they
+    counts: Tensor  # [requests, 1 + max_depth]: the number of drafts, then the drafts
 
     def read(self) -> None:
-        """Tell the requests, once it is on the host."""
+        """Store them in the requests. The copy to the host must be done."""
         for request, (count, *tokens) in zip(self.requests, self.counts.tolist(), strict=True):
             request.drafts = tokens[:count]
 
 
 class Launch(NamedTuple):
-    """One step on the device: what was scheduled, and its results, which are on the host after `wait`."""
+    """One step on the device: the batch, and its results, which are on the host after `wait`."""
 
     batch: ScheduledBatch
     round: PassOutcome | None
     prefill: PassOutcome | None
-    drafts: PendingDrafts | None  # if there are such requests
-    times: tuple[Any, Any]  # when prompts began to be read, and when all was done: CUDA events, or on a CPU seconds
+    drafts: PendingDrafts | None  # if there are requests with constraints
+    times: tuple[Any, Any]  # start of prefill, end of the launch: CUDA events, or on a CPU seconds
 
     def wait(self) -> float:
-        """Wait for the results; return the seconds that prompts took."""
+        """Wait for the results; return the seconds of prefill."""
         return _seconds_between(*self.times)
 
 
 def _seconds_between(begun: Any, done: Any) -> float:
-    """Wait for the second of two times, as `Launch` has them."""
+    """Wait for the second time; return the difference. Times are those of `Launch`."""
     if not isinstance(done, torch.cuda.Event):
         return float(done - begun)
     done.synchronize()
@@ -66,12 +66,12 @@ def _seconds_between(begun: Any, done: Any) -> float:
 
 
 def _to_host(outcome: PassOutcome) -> PassOutcome:
-    """Queue a copy of what a device computed. Log-probabilities of prompts stay there: few ask for them."""
+    """Queue a copy to the host. Prompt log-probabilities stay on the device: few requests want them."""
     return _copied(outcome) if outcome.tokens.is_cuda else outcome
 
 
 def _copied(results: Results) -> Results:
-    """A copy of a dataclass of tensors, and of what it holds of the kind, whose tensors will be on the host."""
+    """Copy a dataclass of tensors, and nested log-probabilities, to the host asynchronously."""
     copies: dict[str, Any] = {}
     for name, value in vars(results).items():
         if isinstance(value, Tensor):
@@ -82,14 +82,14 @@ def _copied(results: Results) -> Results:
 
 
 def _on_host(value: Tensor) -> Tensor:
-    """What will be the same on the host, when the device comes to it."""
+    """Return a pinned copy, which is valid once the device has reached it."""
     if not value.is_cuda:
         return value
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 def _outcomes(batch: ScheduledBatch, outcome: PassOutcome) -> DraftOutcomes | None:
-    """What became of the drafts of a round that is on the host, if they were chains, where no grammar had a say."""
+    """Return the outcomes of a round's drafts, without those of requests with a constraint; None for trees."""
     if outcome.confidence is None or outcome.drafted is None or outcome.accepted is None:
         return None
     requests = batch.decoding
@@ -104,32 +104,32 @@ def _outcomes(batch: ScheduledBatch, outcome: PassOutcome) -> DraftOutcomes | No
 
 
 class RequestResult(NamedTuple):
-    """What a launch did for one request."""
+    """Results of a launch for one request."""
 
     request: Request
     tokens: list[int]
     drafted: int
     accepted: int
-    in_flight: int  # what the scheduler had reserved for it
-    is_finite: bool  # the target's hidden states were
+    in_flight: int  # tokens that the scheduler had counted as in flight
+    is_finite: bool  # whether the target's hidden states are finite
     logprobs: list[TokenLogprobs] | None
-    state_norms: Sequence[float] = ()  # behind each of the next drafts, in a sampled round
+    state_norms: Sequence[float] = ()  # of the drafter, at each depth; only of some requests and rounds
 
 
 @dataclass(kw_only=True)
 class StepResults:
-    """What a launch did: one result for each request that got tokens."""
+    """Results of a launch, with one entry for each request that has new tokens."""
 
     requests: list[RequestResult] = field(default_factory=list)
     report: RoundReport | None = None  # of its round
-    outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or the host chose
-    prefill_seconds: float | None = None  # of the pass that read prompts, with a round or not; None: none did
-    waited: float = 0.0  # seconds that the host had nothing to do but wait for the device
-    drafts_finite: bool = True  # what the drafter computed was, where the target's states were
+    outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or with `HostSampler`
+    prefill_seconds: float | None = None  # of the pass with prefill, mixed or not; None: no prefill
+    waited: float = 0.0  # seconds that the host waited for the device
+    drafts_finite: bool = True  # whether the drafter's results are finite where the target's are
 
 
 class Runner:
-    """Executes scheduled batches. Everything it does is queued on the device's stream, in order."""
+    """Executes scheduled batches. All work is queued on the device's stream, in order."""
 
     def __init__(self, state: DeviceState, graphs: GraphRunner | None = None) -> None:
         self.state = state
@@ -157,7 +157,7 @@ class Runner:
         return Launch(batch, decoded, prefilled, drafts, (begun, self._take_time()))
 
     def _refuse(self, requests: Sequence[Request], depth: int = 0) -> None:
-        """Tell the device what the grammars of requests refuse, next and after each of up to `depth` drafts."""
+        """Write the grammar masks of requests to the device: for the next token, and after each of `depth` drafts."""
         holders = [one for one in requests if one.constraint is not None and one.slot is not None]
         found = [(one.slot, masks_after(one, (one.drafts or ())[:depth])) for one in holders]
         masks = [(slot, of_slot) for slot, of_slot in found if slot is not None and of_slot is not None]
@@ -165,7 +165,7 @@ class Runner:
             self.state.adjustments.refuse(masks)
 
     def _pending_drafts(self, batch: ScheduledBatch) -> PendingDrafts | None:
-        """Queue a copy of what has been drafted for requests with constraints; they wait for it."""
+        """Queue a copy of the drafts for requests with constraints, which are left out of rounds until it is read."""
         requests = [*batch.constrained, *(chunk.request for chunk in batch.chunks if chunk.completes)]
         requests = [one for one in requests if one.constraint is not None and one.slot is not None]
         if not requests:
@@ -177,7 +177,7 @@ class Runner:
         return PendingDrafts(requests, _on_host(counts))
 
     def _take_time(self) -> Any:
-        """When all that has been launched is done: a CUDA event, or on a CPU the time."""
+        """Return a CUDA event after all launched work, or on a CPU the present time."""
         if self.state.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -186,33 +186,33 @@ class Runner:
 
     @torch.inference_mode()
     def time(self, play: Callable[[], object]) -> float:
-        """Seconds that what is launched so takes the device."""
+        """Return the device time of the work that `play` launches, in seconds."""
         begun, _, done = self._take_time(), play(), self._take_time()
         return _seconds_between(begun, done)
 
     def is_ready_for(self, batch: int, arm: Arm, kind: RequestKind) -> bool:
-        """Whether such a round has a graph of its own size, or needs none."""
+        """Whether a graph of the right size is captured for such a round, or there are no graphs."""
         graphs = self.graphs
         return graphs is None or graphs.padded_round(_timed_round(batch, arm, kind)) in graphs.captured
 
     @torch.inference_mode()
-    def time_round(self, stand_ins: Sequence[Request], arm: Arm, kind: RequestKind, length: int) -> float:
-        """Seconds of a round of these, as if they were requests of this kind and length (see `Scheduler.stand_ins`)."""
-        state, batch = self.state, len(stand_ins)
+    def time_round(self, dummies: Sequence[Request], arm: Arm, kind: RequestKind, length: int) -> float:
+        """Time a round of dummy requests (`Scheduler.dummy_requests`) of this kind and length; return seconds."""
+        state, batch = self.state, len(dummies)
         program = _timed_round(batch, arm, kind)
-        state.pose(batch, kind, length=length, drafts=arm.depth)
+        state.set_dummy_rows(batch, kind, length=length, drafts=arm.depth)
         if self.graphs is not None:
-            stamps = self.graphs.round(program, stand_ins).stamps
+            stamps = self.graphs.round(program, dummies).stamps
         else:
-            stamps = program.run(state, program.inputs(state, stand_ins)).stamps
+            stamps = program.run(state, program.inputs(state, dummies)).stamps
         assert stamps is not None
         return float(stamps[3] - stamps[0]) * 1e-9
 
     def confidence(self, requests: Sequence[Request], depth: int) -> NDArray[np.float32] | None:
-        """The drafter's in the drafts that a round now would verify, [requests, depth]; 0 where there is none.
+        """Return the drafter's confidence in the drafts of the next round, [requests, depth]; 0 where there is none.
 
-        None where asking the device would mean to wait for it, and where drafts were drawn: by how many were verified
-        then, it would show what was.
+        None on a GPU, where reading it would synchronise, and with sampled drafts: the number of drafts to verify must
+        not depend on the tokens that were sampled.
         """
         state = self.state
         if state.device.type != "cpu" or any(request.sample_drafts for request in requests):
@@ -266,9 +266,9 @@ class Runner:
         results: StepResults,
         sampled: range = range(0),
     ) -> None:
-        """Add what a pass did for each request: (request, whether it chose tokens, whether it drafted if any did).
+        """Add the results of a pass for each entry: (request, whether it chose tokens, whether it may have drafted).
 
-        Of the entries `sampled`, the norms of the drafter's states too.
+        For the entries `sampled`, with state norms.
         """
         width, nothing = outcome.tokens.shape[1], [0] * len(entries)
         tokens, health = outcome.tokens.tolist(), outcome.health[: len(entries)]
@@ -288,7 +288,7 @@ class Runner:
                 results.requests.append(
                     RequestResult(request, kept, drafted[i], accepted[i], width, is_finite, logprobs, norms)
                 )
-            # Behind a target that has gone wrong, a drafter cannot be right.
+            # The drafter is not at fault if the target's states are not finite.
             if all_finite or not (drafts and request.draft_until and is_finite):
                 continue
             if not all(map(math.isfinite, of_states[i][width:])):
@@ -298,10 +298,9 @@ class Runner:
         return None if self.mixing is None else self.mixing.along(batch, arm)
 
     def mixes(self, batch: ScheduledBatch, than: float = 0.0) -> bool:
-        """Whether round and prompts of a batch can be one pass, and are better so: `than` as in `Mixing.takes`.
+        """Whether round and prefill of a batch can be a mixed pass, and that is faster: `than` as in `Mixing.takes`.
 
-        Not with trees, where the host comes in between, and where a newcomer's logits are changed or its prompt's
-        log-probabilities are wanted.
+        Not with trees, with `HostSampler`, and if a new request has adjusted logits or prompt log-probabilities.
         """
         if self.mixing is None or not (batch.decoding and batch.chunks):
             return False
@@ -328,7 +327,7 @@ class Runner:
         )
 
     def admitting(self, batch: ScheduledBatch, admit: int | None) -> ScheduledBatch:
-        """The batch with a round that verifies so many drafts; or all of them, where only that has been captured."""
+        """Return the batch with `admit` drafts to verify; unchanged (all drafts) if there is no graph for that."""
         fewer, graphs = replace(batch, admit=admit), self.graphs
         if admit is None or graphs is None:
             return fewer
@@ -374,5 +373,5 @@ def _timed_round(batch: int, arm: Arm, kind: RequestKind) -> RoundProgram:
 
 
 def _draws(kind: RequestKind, *arms: Arm) -> bool:
-    """Whether a program of this kind has to do with drafts that are drawn at random."""
+    """Whether a program for this kind of requests drafts or verifies sampled drafts."""
     return kind is RequestKind.SAMPLED_DRAFTS and any(arm.depth and not arm.is_tree for arm in arms)

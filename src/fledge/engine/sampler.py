@@ -1,8 +1,8 @@
-"""Which tokens the target chooses in a round.
+"""Sampling of the target's tokens in a round.
 
-`Sampler` needs nothing from the host and is what fast rounds use. `HostSampler` sees to what changes logits (penalties,
-biases, stop ids held back, grammars) where the device has no slot for it. Both end in `decoding.sampling`, as the
-reference loop does, or in kernels that agree with it.
+`Sampler` needs nothing from the host. `HostSampler` adjusts logits on the host (penalties, biases, min_tokens,
+grammars) if the device has no slot for a request. Both use `decoding.sampling`, as the reference loop does, or kernels
+that agree with it.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from fledge.kernels.sample import RowWeights, are_weighed, draw_rows, sample_row
 
 
 class SamplingMode(StrEnum):
-    """What a round needs to sample on the device."""
+    """Whether a batch needs sampling."""
 
-    GREEDY = "greedy"  # every request is greedy
+    GREEDY = "greedy"  # all requests are greedy
     SAMPLED = "sampled"
 
     @classmethod
@@ -37,31 +37,31 @@ class SamplingMode(StrEnum):
 
 
 class Sampler:
-    """Decides the target's tokens for `rows` by their settings in the device state. Can be captured in a graph.
+    """Chooses the target's tokens for `rows` with their settings in the device state. Can be captured in a graph.
 
-    Logits are [batch * width, vocab]; positions [batch, width] of what they decide.
+    Logits are [batch * width, vocab]; `positions` [batch, width] are those of the tokens to choose.
     """
 
     def __init__(self, state: DeviceState, rows: Tensor, mode: SamplingMode, adjusting: Tensor | None = None) -> None:
         """`adjusting` [2, n]: entries of the batch whose logits are adjusted, and their slots.
 
-        What lies beyond the batch is nobody's.
+        Entries beyond the batch are padding.
         """
-        self.is_greedy = mode is SamplingMode.GREEDY  # the choice is the argmax of the logits and nothing else
+        self.is_greedy = mode is SamplingMode.GREEDY  # every choice is an argmax
         self.rows = rows
         self.adjusting = adjusting
         self._state = state
         self._mode = mode
 
     def for_rows(self, rows: Tensor) -> "Sampler":
-        """The same for other rows, by logits that are adjusted already."""
+        """Return a sampler for other rows, for logits that are already adjusted."""
         return Sampler(self._state, rows, self._mode)
 
     def adjusted(self, logits: Tensor, positions: Tensor, at: Tensor | None = None) -> Tensor:
-        """Return the logits that decide: with the rows of `adjusting` adjusted, in float32 then.
+        """Return the logits with those of `adjusting` entries adjusted (in float32 if there are such entries).
 
-        `at` [batch, width]: which row of the logits decides each place, those of an entry in order, then its last again
-        and again; None: all are in order.
+        `at` [batch, width]: the row of the logits for each position; an entry's rows are in order, and its last one may
+        repeat. None: rows are in the order of `positions`.
         """
         if self.adjusting is None:
             return logits
@@ -78,15 +78,15 @@ class Sampler:
         return logits.float().index_copy(0, own[decides], changed[decides.flatten()])
 
     def weigh(self, logits: Tensor) -> RowWeights | None:
-        """Work out what drafts that were drawn are judged by; None: it takes `probabilities`."""
+        """Compute the row weights for rejection sampling; None if `probabilities` are needed instead."""
         if not are_weighed(logits) or self._state.verify_blocks:
             return None
         return weigh_rows(logits, self._requests(logits), self._state.row_settings)
 
     def choices(self, logits: Tensor, positions: Tensor, weighed: RowWeights | None = None) -> Tensor:
-        """Return the target's own choice, [batch * width], by adjusted logits; `weighed`: what `weigh` made of them.
+        """Return the target's choices [batch * width] from adjusted logits. `weighed`: the result of `weigh`, if any.
 
-        All rows have their argmax, as where nobody is sampled; then those that are draw a token in its place.
+        First the argmax of all rows, as in a greedy batch; then sampled rows replace it by a sample.
         """
         chosen = argmax_rows(logits)
         if self.is_greedy:
@@ -100,7 +100,7 @@ class Sampler:
         return chosen
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the distributions it chooses from, [batch * width, vocab]."""
+        """Return the target's distributions, [batch * width, vocab]; greedy rows are one-hot."""
         requests = self._requests(logits)
         shaped = scaled_rows(logits, requests, self._state.row_settings)
         ids = torch.arange(logits.shape[1], device=logits.device)
@@ -108,11 +108,11 @@ class Sampler:
         return shaped.masked_fill(lost, -torch.inf).softmax(-1)
 
     def _requests(self, logits: Tensor) -> Tensor:
-        """Whose each row of the logits is: [batch * width]."""
+        """Return the state row of each row of the logits: [batch * width]."""
         return self.rows.repeat_interleave(len(logits) // len(self.rows))
 
     def rejection_uniforms(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width]."""
+        """Return the random numbers to accept drafts [batch, width - 1] and to sample corrections [batch, width]."""
         seeds = self._state.sampling.seed[self.rows][:, None]
         depths = torch.arange(positions.shape[1] - 1, device=positions.device)
         accept = uniform(seeds, in_round(positions[:, :-1], depths), Stream.ACCEPT)
@@ -120,9 +120,9 @@ class Sampler:
 
 
 class HostSampler(Sampler):
-    """Decides for `requests`, whose whole text the host knows: nothing of theirs may be in flight.
+    """Chooses tokens for `requests` with settings from the host, which must know all their tokens: none in flight.
 
-    `drafts` are those being verified, if any: a chain [requests, depth], or a batch of trees.
+    `drafts`: those being verified, if any: chains [requests, depth], or a batch of trees.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class HostSampler(Sampler):
         adjusting: Tensor | None = None,
     ) -> None:
         rows = state.tensor([request.running_row for request in requests])
-        # There is always something to add to the argmax. What slots are for the host does here, for all.
+        # Never greedy: the host adjusts the logits of all requests here, those with slots included.
         super().__init__(state, rows, SamplingMode.SAMPLED, adjusting)
         depths = torch.zeros(len(requests), 1, dtype=torch.int64, device=state.device)
         if isinstance(drafts, DraftTree):
@@ -150,7 +150,7 @@ class HostSampler(Sampler):
         self._forbidden = _forbidden(requests, state, depths, masks_of(requests, drafts))
 
     def adjusted(self, logits: Tensor, positions: Tensor, at: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        return logits  # the host adjusts as it chooses
+        return logits  # `choices` and `probabilities` adjust them
 
     def weigh(self, logits: Tensor) -> RowWeights | None:  # noqa: ARG002
         return None
@@ -164,7 +164,7 @@ class HostSampler(Sampler):
 
 
 def _history(requests: Sequence[Request], state: DeviceState, drafts: Tensor | DraftTree | None) -> TokenHistory:
-    """What each verify row has seen: the text so far and the drafts on the way to it."""
+    """Return each verify row's tokens so far: the request's and the drafts before the row."""
     prompts, outputs = [request.prompt for request in requests], [request.output for request in requests]
     history = TokenHistory.from_tokens(prompts, outputs, vocab_size=state.vocab_size, device=state.device)
     if isinstance(drafts, DraftTree):
@@ -175,10 +175,10 @@ def _history(requests: Sequence[Request], state: DeviceState, drafts: Tensor | D
 def _forbidden(
     requests: Sequence[Request], state: DeviceState, depths: Tensor, masks: Sequence[Masks | None]
 ) -> Tensor | None:
-    """Stop ids before `min_tokens` and what grammars refuse: bool [requests * rows, vocab]; None: nothing.
+    """Return the tokens that `min_tokens` and grammars forbid: bool [requests * rows, vocab]; None if there are none.
 
-    `depths` [requests, rows]: drafts seen. Where a grammar leaves nothing but an end that `min_tokens` holds back, the
-    grammar is right.
+    `depths` [requests, rows]: number of drafts before each row. If a grammar allows nothing but an end that
+    `min_tokens` forbids, it is allowed.
     """
     rows = depths.shape[1]
     found = [
@@ -204,11 +204,11 @@ def _forbidden(
 
 
 def masks_of(requests: Sequence[Request], drafts: Tensor | DraftTree | None) -> list[Masks | None]:
-    """Return each request's masks, row by row as they are verified; None for a request without a constraint.
+    """Return each request's masks for its verify rows; None for a request without a constraint.
 
-    `drafts` are those being verified: chains [requests, depth], or a batch of trees. Rows that only a refused draft
-    leads to are left out at the end of a chain, and None in a tree: what is chosen there is never looked at. A
-    constraint that fails is noted in its request, which then ends with its next tokens.
+    `drafts`: those being verified, chains [requests, depth] or a batch of trees. Rows after a draft that the grammar
+    refuses are omitted at the end of a chain and None in a tree: they are not used. If a constraint fails, that is
+    recorded in its request, which ends when its next tokens are read.
     """
     found: list[Masks | None] = [None] * len(requests)
     if all(request.constraint is None for request in requests):
@@ -225,19 +225,19 @@ def masks_of(requests: Sequence[Request], drafts: Tensor | DraftTree | None) -> 
 
 
 def masks_after(request: Request, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Masks | None:
-    """The same for one request, with a chain of drafts, or with a tree."""
+    """Return the masks of one request for a chain of drafts or, with `parents`, for a tree; see `masks_of`."""
     constraint = request.constraint
     if constraint is None or request.failure is not None:
         return None
     try:
         return constraint.masks(tokens) if parents is None else _tree_masks(constraint, tokens, parents)
-    except Exception as error:  # the grammar's parser is not ours; whatever it does, it concerns one request
+    except Exception as error:  # the parser is a third party's: its errors end this request only
         request.fail_constraint(error)
         return None
 
 
 def _tree_masks(constraint: TokenConstraint, tokens: Sequence[int], parents: Sequence[int]) -> Masks:
-    """Return the masks of a tree's verify rows: the root, then each node after itself."""
+    """Return the masks of a tree's verify rows: after the root, then after each node."""
     rows: Masks = [None] * (len(tokens) + 1)
     covered: set[int] = set()
     for leaf in reversed(range(len(tokens))):  # children come after parents: the last uncovered node is a leaf

@@ -1,8 +1,7 @@
-"""Who runs in the next step: parents take turns in order of priority and arrival, prompts come in chunks.
+"""Which requests run in the next step: continuous batching with chunked prefill, preemption and fairness of parents.
 
-Knows requests, rows and blocks; knows no tensors and no tokens' meaning. A step has two parts that run one after the
-other: chunks of prompts, under a budget of tokens and of measured time so that they cannot hold up decoding for long,
-and a round for all requests that are decoding.
+Knows requests, rows of the device state and blocks; no tensors. A step has two parts: chunks of prompts, limited in
+tokens and in measured time so that they do not delay decoding for long, and one round for all decoding requests.
 """
 
 import bisect
@@ -19,41 +18,41 @@ from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.block_manager import BlockManager, BlockTable
 from fledge.engine.request import Phase, Request, kind_of_round
 
-PREFILL_SECONDS = 0.25  # that the prompts of one step may take: how long a token of somebody else's may be late
-FIRST_CHUNK = 256  # tokens, before it is known how long they take
-LEAST_CHUNK = 32  # tokens, however long they take
-FEW_PROMPTS = 4  # that are read beside a round: they are cut so that it holds up nobody for long
-FEW_NEWCOMERS = 0.25  # of those that decode: for fewer, all others would wait longer than drafts of theirs are worth
+PREFILL_SECONDS = 0.25  # time for the prompts of one step: the delay that other requests' tokens may have
+INITIAL_PREFILL_TOKENS = 256  # per step, until their time has been measured
+MIN_PREFILL_TOKENS = 32  # per step, however long they take
+FEW_PROMPTS = 4  # the token limit of a mixed pass is for up to so many prompts, and grows in proportion with more
+MIN_NEW_SHARE = 0.25  # new requests per decoding one, from which their prefill also drafts: the others wait for that
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A run of a request's tokens to read: `start` to `end`."""
+    """Part of a request's prefill: tokens `start` to `end`."""
 
     request: Request
     start: int
     end: int
-    completes: bool  # no tokens are left after it
-    chooses: bool  # it completes, and the next token is not known yet
+    completes: bool  # it is the last chunk
+    chooses: bool  # it is the last chunk, and the next token has to be sampled
 
     @property
     def prompt_rows(self) -> int:
-        """Its first so many tokens are followed by tokens of the prompt whose log-probabilities were asked for."""
+        """How many of its first positions give a prompt log-probability that was requested."""
         request = self.request
         return max(0, min(self.end, len(request.prompt) - 1) - self.start) if request.wants_prompt_logprobs else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledBatch:
-    """One step. The round verifies `verify` and drafts `draft`; prompts draft `first_draft`."""
+    """One step. The round verifies `verify` and drafts `draft`; completed prompts draft `first_draft`."""
 
     chunks: list[Chunk]
     decoding: list[Request]
     verify: Arm
     draft: Arm
-    admit: int | None = None  # drafts that are verified, of all requests together; None: all there are
+    admit: int | None = None  # number of drafts to verify over the whole batch; None: all
     is_mixed: bool = False  # round and prompts are one pass, in which all draft `draft`
-    first_draft: Arm = PLAIN  # for chunks that complete; nothing: nor has their first round anything to verify
+    first_draft: Arm = PLAIN  # PLAIN: the first round of these requests has nothing to verify
 
     @property
     def is_empty(self) -> bool:
@@ -65,26 +64,26 @@ class ScheduledBatch:
 
     @cached_property
     def num_prompt_tokens(self) -> int:
-        """How many its chunks have."""
+        """Tokens of all chunks."""
         return sum(chunk.end - chunk.start for chunk in self.chunks)
 
     @cached_property
     def kind(self) -> RequestKind:
-        """Of its round."""
+        """Kind of the round."""
         return kind_of_round(self.decoding)
 
     @cached_property
     def constrained(self) -> list[Request]:
-        """Those of its round with a constraint."""
+        """Decoding requests with a constraint."""
         return [request for request in self.decoding if request.constraint is not None]
 
     @cached_property
     def needs_host(self) -> bool:
-        """Whether its round does, for one of its requests."""
+        """Whether a decoding request has its tokens chosen on the host."""
         return any(request.needs_host for request in self.decoding)
 
     def is_alike(self, other: "ScheduledBatch") -> bool:
-        """Whether the host has the same to do for both: a round and no prompts, and either both draft or neither."""
+        """Whether the host's work is the same: both are rounds without prompts, and both or neither draft."""
         are_rounds = self.decoding and other.decoding and not (self.chunks or other.chunks)
         return bool(are_rounds and (self.draft.depth > 0) == (other.draft.depth > 0))
 
@@ -93,15 +92,15 @@ def _priority(request: Request) -> int:
     return request.priority
 
 
-PromptsAlong = Callable[[int, Arm], tuple[Arm, int] | None]  # see `Scheduler.schedule`
+MixedLimit = Callable[[int, Arm], tuple[Arm, int] | None]  # see `Scheduler.schedule`
 
 
 class MustSettle(Exception):  # noqa: N818 - a signal, not an error
-    """The next step needs tokens that are still in flight: read them and ask again."""
+    """The next step depends on tokens that are still in flight: read them and schedule again."""
 
 
 class Scheduler:
-    """Owns the waiting queue, the running requests, their rows and their blocks."""
+    """Owns the waiting queue, the running requests, their rows in the device state and their blocks."""
 
     def __init__(
         self,
@@ -115,11 +114,11 @@ class Scheduler:
         """`lookahead`: slots that a request needs beyond its known tokens (`DeviceState`)."""
         self.block_manager = block_manager
         self.lookahead = lookahead
-        self._ahead = lookahead - (max_depth + 1)  # the same beyond tokens in flight
+        self._lookahead_in_flight = lookahead - (max_depth + 1)  # the same beyond tokens in flight
         self.max_prefill_tokens = max_prefill_tokens
-        self.timely_tokens = FIRST_CHUNK  # of prompts, that are read in `PREFILL_SECONDS`
-        self.waiting: deque[Request] = deque()  # by priority, then in order of arrival
-        self.running: list[Request] = []  # in order of admission
+        self.timely_prefill_tokens = INITIAL_PREFILL_TOKENS  # number of tokens that takes `PREFILL_SECONDS`
+        self.waiting: deque[Request] = deque()  # by priority, then by arrival
+        self.running: list[Request] = []  # by admission
         self.preemptions = 0
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._last_draft = PLAIN
@@ -131,88 +130,80 @@ class Scheduler:
             bisect.insort_right(self.waiting, request, key=_priority)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it stands. What the device still computes for it is discarded."""
+        """Remove a request in any phase. Its results that are still in flight will be discarded."""
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         elif request.phase is not Phase.FINISHED:
             self.running.remove(request)
-            self._vacate(request, preempted=False)
+            self._release(request, preempted=False)
         request.phase = Phase.FINISHED
 
-    def schedule(self, draft: Arm, along: PromptsAlong = lambda _batch, _arm: None) -> ScheduledBatch:
-        """Decide the next step, which drafts so. Raises MustSettle before anything is changed for good.
+    def schedule(self, draft: Arm, mixed_limit: MixedLimit = lambda _batch, _arm: None) -> ScheduledBatch:
+        """Schedule the next step, which drafts `draft`. Raises MustSettle; calling again after settling is safe.
 
-        `along` says of a round of so many requests what it drafts if prompts are read in the same pass, and how many
-        tokens of a few of them may be, of more in proportion; None: no such bound.
+        `mixed_limit(batch, draft)`: what a round of so many requests drafts if prompts are read in the same pass, and
+        how many tokens of up to `FEW_PROMPTS` prompts that pass may have; None: no limit.
 
         Changes phases, rows and blocks of the requests it moves.
         """
-        self._make_room()
+        self._preempt_for_fairness()
         if draft.depth:
-            if not self._last_draft.depth and any(request.in_flight for request in self.running):
-                raise MustSettle  # the drafter has missed tokens that nobody knows yet
             self._catch_up()
-        # Drafts are verified as far as they are drafted now: some are left out if that is less than last time, and
-        # places stay empty if it is more. A tree is verified as it was drafted, and so is what comes before one.
+        # A chain is verified to the depth drafted now: some drafts are left out if that is less than last time, and
+        # entries stay empty if it is more. Trees, and what is verified before the first tree, keep their own depth.
         verify = self._last_draft if draft.depth and (draft.is_tree or self._last_draft.is_tree) else draft
-        decoding = [
-            r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight and r.drafts is not None
-        ]
-        for request in decoding:
-            needed = len(request.tokens) + request.in_flight + self._ahead
-            if not self.block_manager.has_room(request.table, needed) and request.phase is Phase.DECODE:
-                self._grow(request, needed)  # and it was not preempted by an earlier one in this loop
-        decoding = [request for request in decoding if request.phase is Phase.DECODE]
+        decoding = self._schedule_decoding()
+        prompts = sum(r.phase is Phase.PREFILL for r in self.running) if len(decoding) < len(self.running) else 0
+        prompts += min(len(self.waiting), len(self._free_rows))
+        limit = None
+        if prompts and decoding and verify == draft and not any(request.needs_host for request in decoding):
+            limit = mixed_limit(len(decoding), draft)
         budget = self.max_prefill_tokens - len(decoding) * (verify.depth + 1)
-        beside = None
-        newcomers = sum(r.phase is Phase.PREFILL for r in self.running) if len(decoding) < len(self.running) else 0
-        newcomers += min(len(self.waiting), len(self._free_rows))
-        if newcomers and decoding and verify == draft and not any(request.needs_host for request in decoding):
-            beside = along(len(decoding), draft)
-        if beside is not None:
-            budget = min(budget, beside[1] * max(newcomers, FEW_PROMPTS) // FEW_PROMPTS)
+        if limit is not None:
+            budget = min(budget, limit[1] * max(prompts, FEW_PROMPTS) // FEW_PROMPTS)
         chunks = self._schedule_chunks(budget)
-        if chunks and beside is not None:
-            verify = draft = beside[0]
+        if chunks and limit is not None:
+            verify = draft = limit[0]
         for request in decoding:
             request.in_flight += verify.depth + 1
         self._last_draft = draft
-        newcomers = sum(chunk.completes for chunk in chunks)
-        drafts = newcomers and (draft.is_tree or newcomers >= FEW_NEWCOMERS * len(decoding))
+        completed = sum(chunk.completes for chunk in chunks)
+        drafts = completed and (draft.is_tree or completed >= MIN_NEW_SHARE * len(decoding))
         return ScheduledBatch(
             chunks=chunks, decoding=decoding, verify=verify, draft=draft, first_draft=draft if drafts else PLAIN
         )
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Learn how long the prompts of a step took. Short ones, which are launched more than read, say little."""
-        if tokens >= self.timely_tokens or seconds > PREFILL_SECONDS:
+        """Adapt the token limit to a measured prefill. Short ones are ignored: launching dominates their time."""
+        if tokens >= self.timely_prefill_tokens or seconds > PREFILL_SECONDS:
             timely = tokens * PREFILL_SECONDS / max(seconds, 1e-6)
-            self.timely_tokens = int(min(max(timely, LEAST_CHUNK), self.max_prefill_tokens))
+            self.timely_prefill_tokens = int(min(max(timely, MIN_PREFILL_TOKENS), self.max_prefill_tokens))
 
     def restart(self, alive: Iterable[Request]) -> None:
-        """Send everybody back to the queue, in the given order: what a failed step left of rows and blocks is void."""
+        """Preempt all requests and queue them in the given order, after a failed step."""
         self.running.clear()
         self.waiting.clear()
         for request in alive:
             if request.row is not None:
-                self._vacate(request, preempted=True)
+                self._release(request, preempted=True)
             self.add(request)
 
-    def read_again(self) -> None:
-        """Let everybody that runs read what they have once more, in their own blocks. Nothing may be in flight.
+    def recompute_running(self) -> None:
+        """Mark the keys and values of all running requests as invalid; they keep rows and blocks. Nothing may be in
+        flight.
 
-        Of those that decode, the ones that draft go back to it with the next step that drafts (`_catch_up`).
+        Decoding requests that draft go back to prefill with the next step that drafts (`_catch_up`).
         """
         assert not any(request.in_flight for request in self.running), "what is in flight would be settled"
-        self.block_manager.forget_all(request.table for request in self.running)
+        self.block_manager.reset_prefix_cache(request.table for request in self.running)
         for request in self.running:
             request.settled = 0
 
     @contextmanager
-    def stand_ins(self, length: int) -> Iterator[list[Request]]:
-        """Requests of nobody's, one for each row, with blocks for `length` tokens and a round: to time rounds with.
+    def dummy_requests(self, length: int) -> Iterator[list[Request]]:
+        """Yield dummy requests, one for each row, with blocks for `length` tokens and a round: to time rounds with.
 
-        Nothing may run. Where blocks are few, the last of them share theirs.
+        No request may be running. If there are not enough blocks, the last dummies share theirs.
         """
         assert not self.running, "rows are taken"
         tables = [BlockTable()]
@@ -222,7 +213,7 @@ class Scheduler:
         try:
             yield [
                 Request(
-                    id=f"stand-in {row}",
+                    id=f"dummy {row}",
                     prompt=[0],
                     params=SamplingParams(temperature=1.0),
                     seed=row,
@@ -250,9 +241,20 @@ class Scheduler:
         assert all(0 <= request.settled < len(request.tokens) + 1 for request in self.running)
         assert all(request.in_flight >= 0 for request in self.running)
 
+    def _schedule_decoding(self) -> list[Request]:
+        """Return the requests of the next round, with blocks for it; preempts others if there are too few."""
+        decoding = [
+            r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight and r.drafts is not None
+        ]
+        for request in decoding:
+            needed = len(request.tokens) + request.in_flight + self._lookahead_in_flight
+            if not self.block_manager.has_room(request.table, needed) and request.phase is Phase.DECODE:
+                self._grow(request, needed)  # unless it was preempted for an earlier one in this loop
+        return [request for request in decoding if request.phase is Phase.DECODE]
+
     def _schedule_chunks(self, budget: int) -> list[Chunk]:
-        """Share the budget out. A prompt that it cannot finish leaves half of the rest to shorter ones behind it."""
-        left = max(min(budget, self.timely_tokens), 1)  # however many requests decode, prompts move on
+        """Distribute the token budget. A prompt that does not fit leaves half of the rest to shorter ones after it."""
+        left = max(min(budget, self.timely_prefill_tokens), 1)  # prefill progresses however many requests decode
         started = deque(request for request in self.running if request.phase is Phase.PREFILL)
         shares: dict[Request, int] = {}
         shorter_than = math.inf
@@ -265,7 +267,7 @@ class Scheduler:
             left -= shares[request]
             if shares[request] < missing:
                 shorter_than = min(shorter_than, missing)
-        for request, share in shares.items():  # what nobody wanted
+        for request, share in shares.items():  # the unused rest
             shares[request] = min(share + left, request.prefill_end - request.settled)
             left -= shares[request] - share
         return [self._chunk(request, share) for request, share in shares.items()]
@@ -281,9 +283,9 @@ class Scheduler:
         return Chunk(request=request, start=start, end=end, completes=completes, chooses=chooses)
 
     def _next_waiting(self, shorter_than: float = math.inf) -> Request | None:
-        """The first whose parent runs nothing, or else the fewest requests; None if none is shorter than that.
+        """Return the first waiting request whose parent has the fewest running ones; None if there is none.
 
-        Of those of the first priority that has any.
+        Candidates have less to prefill than `shorter_than`, and of these the best priority.
         """
         if not self.waiting:
             return None
@@ -307,13 +309,16 @@ class Scheduler:
         self.waiting.remove(request)
         return request
 
-    def _make_room(self) -> None:
-        """One request of many answers must not keep all others out: where a parent runs several, its last gives way."""
-        newcomer = self._next_waiting()
-        while newcomer is not None and newcomer.preemptions == 0 and not self._has_room(newcomer):
-            running = Counter(request.parent for request in self.running)
+    def _preempt_for_fairness(self) -> None:
+        """If the next request's parent runs nothing and there is no room, preempt a parent that runs several.
+
+        So one request for many answers cannot block all others.
+        """
+        request = self._next_waiting()
+        while request is not None and request.preemptions == 0 and not self._has_room(request):
+            running = Counter(one.parent for one in self.running)
             victim = self._victim()
-            if running[newcomer.parent] or running[victim.parent] < 2 or victim.priority < newcomer.priority:
+            if running[request.parent] or running[victim.parent] < 2 or victim.priority < request.priority:
                 return
             self._require_settled()
             self._preempt(victim)
@@ -323,14 +328,14 @@ class Scheduler:
         return bool(self._free_rows) and needed <= self.block_manager.available
 
     def _victim(self) -> Request:
-        """Who gives way first: of the last priority the last to come, of the parent that runs most."""
+        """Return the request to preempt: of the last priority, of the parent that runs most, the latest admitted."""
         running = Counter(request.parent for request in self.running)
         return max(reversed(self.running), key=lambda request: (request.priority, running[request.parent]))
 
     def _admit(self, request: Request) -> bool:
-        """Give the request a row and blocks for all it has, what is cached included; False if there is no room.
+        """Give the request a row and blocks for all its tokens, cached ones included; False if there is no room.
 
-        A suspect is tried before anybody else comes.
+        While a suspect runs, no other request is admitted.
         """
         if not self._free_rows or any(request.is_suspect for request in self.running):
             return False
@@ -352,7 +357,7 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request, needed: int) -> None:
-        """Allocate ahead for the next round; preempt from the back of the line until there is room."""
+        """Allocate blocks for the next round; preempt requests until there are enough."""
         while not self.block_manager.grow(request.table, needed):
             self._require_settled()
             victim = self._victim()
@@ -365,13 +370,15 @@ class Scheduler:
             raise MustSettle
 
     def _preempt(self, request: Request) -> None:
-        """Give up a request's row and blocks. It is read again from the start, or from what stays cached, later."""
+        """Release a request's row and blocks. Later it is recomputed, except for what stays in the prefix cache."""
         self.running.remove(request)
-        self._vacate(request, preempted=True)
+        self._release(request, preempted=True)
         bisect.insort_left(self.waiting, request, key=_priority)  # before others of its priority
 
     def _catch_up(self) -> None:
-        """Send requests whose drafter rows stayed behind (rounds without drafting) back to read what it missed."""
+        """Send requests whose drafter missed tokens (rounds without drafts) back to prefill for these tokens."""
+        if not self._last_draft.depth and any(request.in_flight for request in self.running):
+            raise MustSettle  # missed tokens may be in flight
         behind = [
             r for r in self.running if r.phase is Phase.DECODE and r.settled < len(r.tokens) - 1 and r.draft_until
         ]
@@ -380,7 +387,7 @@ class Scheduler:
         for request in behind:
             request.phase = Phase.PREFILL
 
-    def _vacate(self, request: Request, *, preempted: bool) -> None:
+    def _release(self, request: Request, *, preempted: bool) -> None:
         self._free_rows.append(request.running_row)
         self.block_manager.release(request.table)
         request.row, request.phase, request.drafts = None, Phase.WAITING, ()

@@ -1,16 +1,14 @@
-"""Another drafter in the place of the one that drafts, while requests run.
+"""Exchange the drafter of a running engine.
 
-    prepare   on any thread, beside the steps: load, check the contract with the target, make ready for the device
+    prepare   on any thread, in parallel to steps: load, check the contract with the target, move to the device
     exchange  between two steps: weights, KV cache, graphs; requests keep their rows, blocks and tokens
 
-Answers do not change, whatever drafts. The new drafter cannot use the rows that the old one left in the KV cache, so
-all of them are void: nobody finds a cached prefix any more, and requests that are being answered read their tokens
-once more, target and drafter, before they draft again (`Scheduler.read_again`). Steps without drafts do not
-wait for that.
+Answers do not depend on the drafter. The new drafter cannot use the old one's rows in the KV cache, so all of them are
+invalid: the prefix cache is emptied, and running requests recompute their tokens, with target and drafter, before they
+draft again (`Scheduler.recompute_running`). Steps without drafts do not wait for that.
 
-Captured graphs read weights and caches where they lay. A drafter of the same build is therefore copied over the old
-one, and all graphs stay; for any other the graphs that draft are dropped, and captured again when they are first
-needed.
+Captured graphs hold the addresses of weights and caches. A drafter of the same build is therefore copied over the old
+one and all graphs are kept; for any other, the graphs that use the drafter are dropped and captured again when needed.
 """
 
 import logging
@@ -41,16 +39,16 @@ _log = logging.getLogger("fledge.engine")
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedDrafter:
-    """A drafter that fits the target, on its device."""
+    """A drafter that has been checked against the target, on its device."""
 
     name: str
     loaded: Drafter
     running: Drafter  # what the engine calls: the same, or on a CPU its C layers
-    seconds: float  # that it took
+    seconds: float  # time to load
 
 
 def load_for(config: SpeculativeConfig, target: TargetModel, directory: Path | None) -> Drafter:
-    """Load the drafter that a config names for a target from `directory`. Raises where contract or method differ."""
+    """Load a config's drafter for a target from `directory`. Raises if it breaks the contract or has another method."""
     _log.info("loading the drafter %s", config.model)
     drafter = load_drafter(resolve(config.model), target, target_directory=directory)
     found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
@@ -63,7 +61,7 @@ def load_for(config: SpeculativeConfig, target: TargetModel, directory: Path | N
 
 
 def prepare(model: str, target: TargetModel, config: EngineConfig, *, target_model: str = "") -> PreparedDrafter:
-    """Load a drafter to draft as `config` says in the place of its own. Changes nothing that runs."""
+    """Load a drafter to replace that of `config`. Does not change the running engine."""
     if config.drafter is None:
         raise SwapRefusedError("there is no drafter to exchange: the engine was started without one")
     began, speculation = time.perf_counter(), config.with_drafter(model).speculative_config
@@ -79,8 +77,8 @@ def prepare(model: str, target: TargetModel, config: EngineConfig, *, target_mod
 
 
 def fitting_cache(new: PreparedDrafter, state: DeviceState, config: EngineConfig) -> PagedCache:
-    """Return the KV cache for a drafter. Raises SwapRefusedError if the device's state has no place for it."""
-    reason = state.unfit(config, new.running)
+    """Return the KV cache for a drafter. Raises SwapRefusedError if the device state has no room for it."""
+    reason = state.why_unfit(config, new.running)
     try:
         if reason is None:
             return state.cache_for(config, new.running)
@@ -92,9 +90,9 @@ def fitting_cache(new: PreparedDrafter, state: DeviceState, config: EngineConfig
 def exchange(
     new: PreparedDrafter, cache: PagedCache, runner: Runner, scheduler: Scheduler, requests: Collection[Request]
 ) -> Drafter:
-    """Put a new drafter in place of the old one; return it, as loaded. Nothing may be in flight.
+    """Replace the drafter; return the new one, as loaded. Nothing may be in flight.
 
-    `cache` fits it, and `requests` are all that have not ended.
+    `cache`: from `fitting_cache`. `requests`: all unfinished ones.
     """
     state, graphs, began = runner.state, runner.graphs, time.perf_counter()
     old = state.drafter
@@ -103,13 +101,13 @@ def exchange(
         drafter = old
     else:
         if graphs is not None:
-            graphs.drop_drafting()
+            graphs.drop_drafter_graphs()
         state.set_drafter(new.running, cache)
         drafter = new.loaded
     for request in requests:
         request.set_drafter(drafter.config.max_positions)
-    state.begin_drafter(scheduler.running)
-    scheduler.read_again()
+    state.reset_drafting(scheduler.running)
+    scheduler.recompute_running()
     how = "its weights copied over the old ones" if drafter is old else "in place of the old one"
     seconds, milliseconds = new.seconds, 1e3 * (time.perf_counter() - began)
     words = "drafting with %s from now on, %s: %.1f s to load, steps held up for %.0f ms, %d requests to be read again"
@@ -118,7 +116,7 @@ def exchange(
 
 
 def is_same_build(old: Drafter, new: Drafter) -> bool:
-    """Whether graphs that were captured with one drafter compute the other, given its weights."""
+    """Whether graphs captured with one drafter are right for the other, once its weights are copied."""
     vocabularies = old.vocabulary, new.vocabulary
     copies = [vocabulary is not None and vocabulary.has_duplicates for vocabulary in vocabularies]
     shapes = [{name: (w.shape, w.dtype) for name, w in one.state_dict().items()} for one in (old, new)]
@@ -128,7 +126,7 @@ def is_same_build(old: Drafter, new: Drafter) -> bool:
 
 @torch.inference_mode()
 def copy_weights(source: Drafter, to: Drafter) -> None:
-    """Overwrite the weights of a drafter of the same build; what both share with the target stays."""
+    """Overwrite the weights of a drafter of the same build, except those that both share with the target."""
     given = source.state_dict()
     for name, weight in to.state_dict().items():
         if weight.data_ptr() != given[name].data_ptr():

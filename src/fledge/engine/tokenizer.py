@@ -1,4 +1,4 @@
-"""The target's tokenizer and chat template, with errors in words."""
+"""Loading of the target's tokenizer, and its chat template."""
 
 import logging
 import sys
@@ -19,42 +19,42 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """Return the tokenizer, or None when the directory has none (such a model takes and gives token ids)."""
+    """Return the tokenizer; None if the directory has none (such a model is used with token ids)."""
     if not any((directory / name).is_file() for name in _FILES):
         return None
-    with timed(_log, "transformers imported, aside"):  # here: commands without a tokenizer do not wait a second for it
+    with timed(_log, "transformers imported, aside"):  # here, as it takes a second that other commands need not wait
         from transformers import AutoTokenizer  # noqa: PLC0415
     try:
         config = _config_for(directory)
         with timed(_log, "tokenizer read, aside"):
-            # None: asks
+            # The default of trust_remote_code, None, asks on the terminal.
             tokenizer = AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever the file made it stumble over
+    except Exception as error:  # transformers raises many types for broken files
         reason = str(error).strip().splitlines()
         if "trust_remote_code" in str(error):
             reason = ["it wants to run code of its own (auto_map), which Fledge never does; remove auto_map"]
         raise CheckpointError(f"{directory}: the tokenizer cannot be loaded: {(reason or [repr(error)])[0]}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{directory}: only fast tokenizers (tokenizer.json) are supported")
-    tokenizer.model_max_length = sys.maxsize  # transformers would warn of long prompts; whoever runs them refuses them
+    tokenizer.model_max_length = sys.maxsize  # no warnings of transformers: engines refuse prompts that are too long
     return tokenizer
 
 
 def _config_for(directory: Path) -> Any | None:
-    """Return all that `AutoTokenizer` asks of the target's config where the tokenizer is of no family's own class.
+    """Return a stand-in for the target's config with all that `AutoTokenizer` needs for a tokenizer of a plain class.
 
-    None where that is not plain: it then reads the config into its family's class, which imports torch.compile and half
-    of transformers, a second and a half in each process.
+    None for other classes: `AutoTokenizer` then reads the config into its family's class, which imports torch.compile
+    and half of transformers, a second and a half in each process.
     """
-    named, config = (read_json(directory / name) or {} for name in ("tokenizer_config.json", "config.json"))
-    family, own_code = config.get("model_type"), "auto_map" in named or "auto_map" in config
-    if named.get("tokenizer_class") in _PLAIN_CLASSES and isinstance(family, str) and not own_code:
+    own, config = (read_json(directory / name) or {} for name in ("tokenizer_config.json", "config.json"))
+    family, has_code = config.get("model_type"), "auto_map" in own or "auto_map" in config
+    if own.get("tokenizer_class") in _PLAIN_CLASSES and isinstance(family, str) and not has_code:
         return SimpleNamespace(model_type=family, model_name=config.get("model_name"), _name_or_path=str(directory))
     return None
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the token ids of a conversation through the chat template, ready for the assistant's answer."""
+    """Apply the chat template; return token ids, up to the start of the assistant's answer."""
     if not messages or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
         raise PromptError("messages: expected a non-empty list of objects with 'role' and 'content'")
     if tokenizer.chat_template is None:

@@ -1,8 +1,8 @@
-"""Draft trees as parts of a round, as `passes.py` is of chains: reading them, accepting a path, growing the next ones.
+"""The parts of a round that differ for draft trees: verifying them, accepting a path, growing the next ones.
 
-`decoding/tree.py` and `decoding/acceptance.py` are the same thing said simply, for one sequence. A tree lies behind its
-sequence: in the target's cache node n at slot length + 1 + n while it is verified, in the drafter's the rows it has
-read, level after level, while it grows. The next round overwrites both.
+`decoding/tree.py` and `decoding/acceptance.py` are the same for one sequence, without optimisations. A tree's keys and
+values are in slots after its sequence's: in the target's cache node n at slot length + 1 + n while it is verified, in
+the drafter's cache level after level while it grows. The next round overwrites both.
 """
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from fledge.models.target.decoder import TargetStates
 
 
 def lay_out_trees(state: DeviceState, rows: Tensor, opened: OpenedRound, depth: int) -> tuple[OpenedTrees, RoundPass]:
-    """Return what the target reads of whole trees of `depth` levels, and where."""
+    """Return the target's inputs for whole trees of `depth` levels, and their storage."""
     fed = open_trees(rows, state, opened, state.tree_nodes(depth))
     cache, masks, depths = state.target_cache, fed.masks, fed.depths
     return fed, state.storage(cache, opened.tables, opened.context, fed.slots, tree_mask=masks, depths=depths)
@@ -36,8 +36,8 @@ def accept_paths(
 ) -> tuple[Tensor, Tensor, TargetStates, Tensor]:
     """Accept a path down each tree, and move its keys and values to its positions.
 
-    Returns tokens [batch, depth + 1], then PADDING, how many drafts were accepted [batch], the states of the path in
-    order, then of any rows, and which rows these are.
+    Returns tokens [batch, depth + 1] padded with PADDING, the number of accepted drafts [batch], the target's states
+    of the path (undefined after its end), and the path's rows.
     """
     batch = len(sampler.rows)
     choices = sampler.choices(logits, fed.positions.view(batch, -1) + 1).view(batch, -1)
@@ -52,7 +52,8 @@ def draft_trees(
 ) -> Tensor:
     """Grow a tree for each row, level by level, from the drafter's states [batch, hidden] at the last settled row.
 
-    Returns `state_norms` [batch, depth + 1]: of each level's likeliest node, and of all heads of the last.
+    Writes the ranked trees. Returns `state_norms` [batch, depth + 1]: of each level's best node, and of the sum of the
+    last level's heads.
     """
     assert state.drafter_cache is not None
     assert state.tree is not None

@@ -1,4 +1,4 @@
-"""vLLM's options: which are ours too, which do no harm, who handles the others. For the command line and `LLM`."""
+"""vLLM's options: which ones we have too, which are ignored, which are refused. For the command line and `LLM`."""
 
 import tomllib
 import warnings
@@ -19,7 +19,7 @@ ALIASES: dict[str, str] = _DATA["aliases"]
 
 
 def _options(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By name: `note` or `refused`, whether it is a `flag`, and the values `accepted` all the same."""
+    """Return by name: a `note` or the reason it is `refused`, whether it is a `flag`, and values `accepted` anyway."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         reason = {kind: group[kind] for kind in ("note", "refused") if kind in group}
@@ -29,12 +29,12 @@ def _options(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-FOREIGN_NOW = _options(_DATA["group"])  # of that version, by their names on the command line
+FOREIGN_NOW = _options(_DATA["group"])  # options of `VLLM_VERSION` that we lack, by their command line names
 FOREIGN = {**FOREIGN_NOW, **_options(_DATA["older"])}
 
 
 def note_on(name: str, value: str, spelled: str) -> str | None:
-    """Return why a foreign option does no harm, if there is something to say; raise NeedsVllmError where it would."""
+    """Return a note on why a foreign option is ignored, if any; raise NeedsVllmError if it is refused."""
     option = FOREIGN[name]
     if "refused" in option and value not in option.get("accepted", ()):
         raise NeedsVllmError(f"{spelled}: {reason_of(option)}")
@@ -43,19 +43,22 @@ def note_on(name: str, value: str, spelled: str) -> str | None:
 
 
 def reason_of(option: Mapping[str, Any]) -> str:
-    """Return why an option is without effect here, or refused."""
+    """Return why an option is ignored or refused."""
     reason: str = option.get("note") or option["refused"]
     return reason.replace("{several_gpus}", _SEVERAL_GPUS).replace("{vllm}", _VLLM)
 
 
 def without_foreign(options: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """Return keyword options without vLLM's that do no harm. `own` are ours; what is neither stays, to be refused."""
+    """Remove vLLM's options that are ignored here from keyword options. `own`: names of ours. Unknown ones are kept.
+
+    Raises NeedsVllmError for options that are refused.
+    """
     kept: dict[str, Any] = {}
     for name, value in options.items():
         foreign = f"--{name.replace('_', '-')}"
         if name in own or foreign not in FOREIGN:
             kept[name] = value
-        elif value is not None and value is not False:  # which is to leave it out
+        elif value is not None and value is not False:  # these mean that it is not set
             note = note_on(foreign, "" if value is True else str(value), f"{name}={value!r}")
             if note is not None:
                 warnings.warn(f"{name}: {note}", stacklevel=3)

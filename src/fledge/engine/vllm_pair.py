@@ -1,4 +1,4 @@
-"""A pair for vLLM, held to the contract before vLLM loads it: it does so silently, right or wrong."""
+"""Contract checks of target and drafter for vLLM, which loads any pair without checking."""
 
 import warnings
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from fledge.checkpoints.target import sketch_target_config
 from fledge.errors import CheckpointWarning, ConfigError, SwapRefusedError
 from fledge.models.config import Architecture
 
-_OURS = ("adaptive", "tree_width", "tree_budget")  # keys of a speculative config that vLLM does not have
+_OURS = ("adaptive", "tree_width", "tree_budget")  # keys of our speculative config that vLLM lacks
 
 
 def check_pair(target: Path, speculation: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuse a drafter that breaks its contract with the target; return the config as vLLM is to have it.
+    """Check the drafter's contract with the target; return the speculative config to give to vLLM.
 
-    `target` is its directory, or that of its config and tokenizer alone. A bundled drafter is written as its directory,
-    and the method as the checkpoint is for: vLLM guesses that by the directory's name. Other methods (MTP, n-grams,
-    ...) are vLLM's own.
+    `target`: its directory, which may lack the weights. A bundled drafter's name becomes its directory. The method is
+    set from the checkpoint, as vLLM guesses it from the directory's name. Other methods (MTP, n-grams, ...) are not
+    checked. Raises FledgeError.
     """
     if own := next((key for key in _OURS if speculation.get(key) not in (None, False)), None):
         raise ConfigError(f"speculative_config: '{own}' is for Fledge's own engine; leave it out for vLLM")
@@ -35,7 +35,7 @@ def check_pair(target: Path, speculation: Mapping[str, Any]) -> dict[str, Any]:
     if method is None and not is_drafter(drafter):
         return speculation
     checkpoint = read_drafter(drafter)
-    # Weights say which target it is; of one on the hub, vLLM fetches them later.
+    # The digest of the target's weights is checked only if they are here: vLLM may still have to download them.
     has_weights = any(target.glob("*.safetensors")) or any(target.glob("*.bin"))
     findings = check(checkpoint, sketch_target_config(target)[0], target if has_weights else None)
     raise_errors(checkpoint, findings)
@@ -48,15 +48,15 @@ def check_pair(target: Path, speculation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_eagle(speculation: Mapping[str, Any]) -> bool:
-    """Whether a checked config has a drafter of the kind that Fledge knows."""
+    """Whether a checked config has an EAGLE drafter."""
     return speculation.get("method") in ("eagle", "eagle3") and isinstance(speculation.get("model"), str)
 
 
 def check_exchange(target: Path, speculation: Mapping[str, Any], model: str) -> Path:
-    """Return the directory of a drafter whose weights may take the place of those that a vLLM was started with.
+    """Return the directory of a drafter whose weights may replace those that a vLLM was started with.
 
-    Raises FledgeError for one that breaks its contract, SwapRefusedError for one of another build: what vLLM made of
-    the config, of tensors and of what it shares with the target stays as it is.
+    Raises FledgeError if it breaks the contract, SwapRefusedError if its config or tensor shapes differ: vLLM can only
+    exchange weights.
     """
     if not is_eagle(speculation):
         raise SwapRefusedError("vLLM exchanges EAGLE drafters only; start the server with the other one")

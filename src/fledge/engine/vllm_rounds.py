@@ -1,4 +1,4 @@
-"""How vLLM's answers came about: its own words for rounds, in ours."""
+"""vLLM's speculation metrics as `RequestMetrics` and `EngineStats`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,20 +12,20 @@ from fledge.vllm_process.counters import VllmCounters
 def request_metrics(
     answer: Mapping[str, Any], *, arrived: float, time_to_first_token: float | None, seconds: float
 ) -> RequestMetrics:
-    """What the end of an answer says: its `usage`, and `metrics.speculative_decoding` where vLLM was told to say it.
+    """Convert the last event of an answer: its `usage`, and `metrics.speculative_decoding` if vLLM reports it.
 
-    Of several answers to one request vLLM says nothing, and no round is counted.
+    vLLM does not report it for requests with several answers; they have no rounds.
     """
     usage = answer.get("usage") or {}
     prompt_tokens = usage.get("prompt_tokens") or 0
-    told = (answer.get("metrics") or {}).get("speculative_decoding") or {}
-    rounds = _rounds(told.get("per_step_drafted") or (), told.get("per_step_accepted") or (), prompt_tokens)
+    metrics = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+    rounds = _rounds(metrics.get("per_step_drafted") or (), metrics.get("per_step_accepted") or (), prompt_tokens)
     acceptance = AcceptanceStatistics()
     for record in rounds:
         acceptance.add(drafted=record.drafted, accepted=record.accepted)
-    if not rounds:  # the summary alone: how many rounds accepted how much
-        for accepted, count in enumerate(told.get("acceptance_histogram") or ()):
-            acceptance.add(drafted=told["num_spec_tokens"], accepted=accepted, rounds=count)
+    if not rounds:  # a summary only: the number of rounds for each number of accepted drafts
+        for accepted, count in enumerate(metrics.get("acceptance_histogram") or ()):
+            acceptance.add(drafted=metrics["num_spec_tokens"], accepted=accepted, rounds=count)
     return RequestMetrics(
         acceptance=acceptance,
         rounds=rounds,
@@ -40,16 +40,16 @@ def request_metrics(
 
 
 def _rounds(drafted: Sequence[int], accepted: Sequence[int], prompt_tokens: int) -> tuple[RoundRecord, ...]:
-    """Rounds with their places: the prompt gives one token, and each round one more than it accepts."""
-    found, start = [], prompt_tokens + 1
-    for tried, stood in zip(drafted, accepted, strict=False):
-        found.append(RoundRecord(start, tried, stood))
-        start += stood + 1
-    return tuple(found)
+    """Return rounds with their positions: prefill emits one token, and a round one more than it accepts."""
+    rounds, start = [], prompt_tokens + 1
+    for num_drafted, num_accepted in zip(drafted, accepted, strict=False):
+        rounds.append(RoundRecord(start, num_drafted, num_accepted))
+        start += num_accepted + 1
+    return tuple(rounds)
 
 
 def engine_stats(counters: VllmCounters) -> EngineStats:
-    """Where a vLLM stands, as far as it counts what we count. What its rounds cost it does not say."""
+    """Convert vLLM's counters, as far as they have ours. There are no costs of rounds."""
     blocks = counters.kv_blocks
     return EngineStats(
         prompt_tokens=int(counters["prompt_tokens"] - counters["prompt_tokens_cached"]),

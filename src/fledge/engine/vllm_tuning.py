@@ -1,8 +1,8 @@
-"""What vLLM was measured at, by depth and concurrency: the table of depths that follows, and what its rounds cost.
+"""Measured speeds of vLLM by depth and concurrency: the table of depths for vLLM, and the costs of its rounds.
 
-`fledge bench serve --tune` measures and keeps it, in a file for each pair, version, machine and set of options that
-change the speed. A vLLM that is served later drafts by it where nobody said how, and the page's estimate of the
-speed-up is made of it.
+`fledge bench serve --tune` measures them and writes a file for each pair, vLLM version, machine and set of options that
+affect speed. `fledge serve --engine vllm` uses its table of depths unless one is given, and the page estimates the
+speed-up from it.
 """
 
 import math
@@ -19,13 +19,13 @@ from fledge.errors import FledgeError
 from fledge.files import cache_directory, digest, file_digest, read_json, write_json
 from fledge.provenance import run_provenance
 
-MARGIN = 1.02  # more drafts must be faster by this: what is less may be chance
-LARGEST_BATCH = 4096  # the last row is for all that is larger, too
+MARGIN = 1.02  # a deeper draft must be faster by this factor: less may be noise
+LARGEST_BATCH = 4096  # end of the last row
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunePoint:
-    """One depth at one concurrency."""
+    """The measurement of one depth at one concurrency."""
 
     concurrency: int
     depth: int  # 0: without a drafter
@@ -34,21 +34,21 @@ class TunePoint:
 
     @property
     def round_seconds(self) -> float | None:
-        """What a round took, its share of reading prompts included; None: how many there were is not known."""
+        """Mean time of a round, with its share of prefill; None if the acceptance length is not known."""
         tokens = 1.0 if self.depth == 0 else self.acceptance_length
         return None if tokens is None else self.concurrency * tokens / self.tokens_per_second
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmTuning:
-    """All points of one measurement."""
+    """All points of one tuning run."""
 
     points: Sequence[TunePoint]
     date: str = ""
 
     @staticmethod
     def file(target: Path, drafter: Path, version: str, options: Mapping[str, Any]) -> Path | None:
-        """Where it is kept; None: nothing is. `target`, `drafter`: directories. `options` of vLLM that change speed."""
+        """Return the file for a pair; None if nothing is to be written. `options`: those of vLLM that affect speed."""
         if os.environ.get("FLEDGE_COSTS") == "0":
             return None
         machine = run_provenance()
@@ -57,7 +57,7 @@ class VllmTuning:
             "machine": [machine[name] for name in ("device", "cpu", "cpus")],
             "vllm": version,
             "models": [file_digest(one / "config.json") for one in (target, drafter)],
-            "drafter": sorted(weights),  # trained again, it is another
+            "drafter": sorted(weights),  # changes when it is trained again
             "options": dict(options),
         }
         try:
@@ -66,14 +66,14 @@ class VllmTuning:
             return None
 
     def keep(self, path: Path) -> None:
-        """Write it. Raises OSError."""
+        """Write the file. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         written = time.strftime("%Y-%m-%d", time.gmtime())
         write_json(path, {"date": written, "points": [asdict(point) for point in self.points]})
 
     @classmethod
     def recall(cls, path: Path | None) -> "VllmTuning | None":
-        """Read what was kept; None where there is nothing, or nothing that can be read."""
+        """Read the file; None if it is missing or damaged."""
         found = None if path is None else read_json(path)
         try:
             return None if found is None else cls(points=[_point(one) for one in found["points"]], date=found["date"])
@@ -81,7 +81,7 @@ class VllmTuning:
             return None
 
     def costs(self) -> CostTable:
-        """What rounds cost, as far as it was measured."""
+        """Return the measured costs of rounds."""
         table = CostTable()
         for point in self.points:
             if (seconds := point.round_seconds) is not None:
@@ -90,7 +90,7 @@ class VllmTuning:
         return table
 
     def table(self, deepest: int) -> list[list[int]] | None:
-        """Rows for a vLLM that may draft so deep; None: they would say no more than that."""
+        """Return the table for a vLLM with this largest depth; None if it would always use that depth."""
         rows = schedule(best_depths([point for point in self.points if point.depth <= deepest]))
         return None if not rows or rows == [[1, LARGEST_BATCH, deepest]] else rows
 
@@ -105,7 +105,7 @@ def _point(value: Mapping[str, Any]) -> TunePoint:
 
 
 def best_depths(points: Sequence[TunePoint]) -> dict[int, int]:
-    """The depth for each concurrency: the fastest, but a deeper one only where it is clearly faster."""
+    """Return the depth for each concurrency: the fastest, but a deeper one only if it is faster by `MARGIN`."""
     chosen: dict[int, int] = {}
     for concurrency in sorted({point.concurrency for point in points}):
         speeds = {point.depth: point.tokens_per_second for point in points if point.concurrency == concurrency}
@@ -117,7 +117,7 @@ def best_depths(points: Sequence[TunePoint]) -> dict[int, int]:
 
 
 def schedule(depths: Mapping[int, int]) -> list[list[int]]:
-    """Rows [first, last, depth] for vLLM's table; between two concurrencies the limit is half way, as ratios go."""
+    """Return rows [first, last, depth] of vLLM's table; the limit between two concurrencies is their geometric mean."""
     rows: list[list[int]] = []
     sizes = sorted(depths)
     for size, following in zip(sizes, [*sizes[1:], None], strict=True):
@@ -130,7 +130,7 @@ def schedule(depths: Mapping[int, int]) -> list[list[int]]:
 
 
 def speculative_config(drafter: str, depths: Mapping[int, int]) -> dict[str, Any] | None:
-    """What to give vLLM; None: no drafter, as none pays anywhere."""
+    """Return the speculative config for vLLM; None if no drafter is fastest everywhere."""
     rows, deepest = schedule(depths), max(depths.values())
     if deepest == 0:
         return None
@@ -139,9 +139,9 @@ def speculative_config(drafter: str, depths: Mapping[int, int]) -> dict[str, Any
 
 
 def drafted_round(speculation: Mapping[str, Any], batch: int) -> tuple[int, int]:
-    """Batch size and depth of rounds with drafts, where about so many requests had one in a step.
+    """Return batch size and depth of a typical round with drafts, for about `batch` requests per step.
 
-    A table may draft at some sizes only: rounds were of the nearest of these.
+    If the table does not draft at that size, the nearest size at which it does.
     """
     table = speculation.get("num_speculative_tokens_per_batch_size") or ()
     whole = [1, LARGEST_BATCH, int(speculation.get("num_speculative_tokens") or 0)]

@@ -68,10 +68,10 @@ def warm_up(
             assert graphs is not None
             graphs.capture(program)
     longest = min(LONG_LENGTH, runner.state.max_length - runner.state.lookahead)
-    with timed(_log, "rounds timed") as stage, scheduler.stand_ins(longest) as stand_ins:
-        runner.state.begin(stand_ins)
-        runner.state.place_blocks(stand_ins)
-        stage.count = measure(runner, costs, rounds, stand_ins, lambda done: progress(len(first) + done, total))
+    with timed(_log, "rounds timed") as stage, scheduler.dummy_requests(longest) as dummies:
+        runner.state.begin(dummies)
+        runner.state.place_blocks(dummies)
+        stage.count = measure(runner, costs, rounds, dummies, lambda done: progress(len(first) + done, total))
     if stage.count and cache is not None:
         cache.keep(costs)
     return programs
@@ -81,21 +81,21 @@ def measure(
     runner: Runner,
     costs: RoundCosts,
     rounds: Sequence[tuple[int, Arm]],
-    stand_ins: Sequence[Request],
+    dummies: Sequence[Request],
     progress: Callable[[int], None],
 ) -> int:
     """Time rounds of these sizes and arms, in this order, for as long as `MEASURING_SECONDS`; return how many.
 
-    Of the `stand_ins` as many as the largest has. It is enough to tell the arms apart before any has run: rounds that
+    Of the `dummies` as many as the largest has. It is enough to tell the arms apart before any has run: rounds that
     run correct it. Those that would run in a graph of another size are left out, and rounds of fewer drafts, which are
     only wanted once it is known how many stand. When time is up, one round with drafts is timed beside a plain one, and
     no kind but greedy ones: beside rounds that long, choosing tokens is little.
 
     If there is time left, rounds with long contexts are timed too, those of many requests first: all arms of a size, or
-    none. Where the stand-ins are too many for the blocks and share some, theirs would be read from a cache.
+    none. Where the dummies are too many for the blocks and share some, theirs would be read from a cache.
     """
     started = time.perf_counter()
-    longest = stand_ins[0].max_length
+    longest = dummies[0].max_length
     length = min(TIMED_LENGTH, longest)
 
     def is_late() -> bool:
@@ -103,9 +103,9 @@ def measure(
 
     @functools.cache
     def median(batch: int, arm: Arm, kind: RequestKind, length: int, most: int = MEASURED_ROUNDS) -> float:
-        took = [runner.time_round(stand_ins[:batch], arm, kind, length)]
+        took = [runner.time_round(dummies[:batch], arm, kind, length)]
         while len(took) < most and sum(took[1:]) < ENOUGH_SECONDS:
-            took.append(runner.time_round(stand_ins[:batch], arm, kind, length))
+            took.append(runner.time_round(dummies[:batch], arm, kind, length))
         return statistics.median(took[1:])
 
     for done, (batch, arm) in enumerate(rounds):
@@ -122,7 +122,7 @@ def measure(
                 table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind, length))
     timed_rounds = [one for one in costs.tables[RequestKind.GREEDY].expectations() if (one.batch, one.arm) in rounds]
     for size in sorted({one.batch for one in timed_rounds}, reverse=True):
-        if longest < 2 * length or is_late() or not _own_blocks(stand_ins[:size]):
+        if longest < 2 * length or is_late() or not _own_blocks(dummies[:size]):
             continue
         for batch, arm, seconds, _ in timed_rounds:
             if batch == size:

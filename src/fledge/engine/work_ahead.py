@@ -1,7 +1,7 @@
-"""Graphs that an engine can do without and is faster with, captured one at a time after it has warmed up.
+"""Capture of optional graphs, one at a time, after warming up: the engine works without them, but slower.
 
-While it has nothing to do it captures all that it may need. While it has, only what its steps have often done without,
-between two of them and for a small share of its time: an engine that is never idle comes to them too.
+An idle engine captures all that it may need. A busy one captures only what its steps often lacked, between two steps
+and in a small share of its time, so an engine that is never idle gets them too.
 """
 
 import logging
@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.mixing import FEW, MixedProgram, Times
+from fledge.engine.mixing import SMALL_BATCH, MixedProgram, PassTimes
 from fledge.engine.programs import Program
 from fledge.engine.runner import Runner
 from fledge.engine.sampler import SamplingMode
 from fledge.errors import describe
 
-BUSY_SHARE = 0.02  # of an engine's time, that it may take while there are requests
-OFTEN = 64  # steps that did without something, before it is done then
-MEASURED_TOGETHER = 3  # passes of each kind
+BUSY_SHARE = 0.02  # of the time, while there are requests
+OFTEN = 64  # steps that lacked a graph or a measurement, before it is made while there are requests
+TIMED_PASSES = 3  # of a program, in one measurement
 
 _log = logging.getLogger("fledge.engine")
 
 
 class WorkAhead:
-    """Does it piece by piece. A piece is one graph, or timing three; nothing may be in flight meanwhile."""
+    """Works piece by piece: a piece captures one graph, or times three. Nothing may be in flight meanwhile."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class WorkAhead:
         programs: Sequence[Program] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`programs`: that warming up has left. Without any, there is only what steps turn out to want."""
+        """`programs`: those that warming up did not capture. Without any, only what steps lack is captured."""
         self._runner, self._config, self._clock = runner, config, clock
         mixing, tokens = runner.mixing, config.max_num_batched_tokens
         self._candidates = [] if mixing is None or not programs else mixing.candidates(tokens)
-        self._pieces = self._all(programs)
-        self._due = 0.0
-        self._seconds: dict[Program, float] = {}  # of a graph
+        self._pieces = self._run(programs)
+        self._due = 0.0  # time of the next piece, while there are requests
+        self._seconds: dict[Program, float] = {}  # measured times
 
     @property
     def is_due(self) -> bool:
-        """Whether an engine should do a piece although there are requests."""
+        """Whether to do a piece although there are requests."""
         graphs, mixing = self._runner.graphs, self._runner.mixing
         if graphs is None or self._clock() < self._due:
             return False
@@ -53,16 +53,16 @@ class WorkAhead:
         return max((*graphs.wanted.values(), *measuring), default=0) >= OFTEN
 
     def advance(self) -> bool:
-        """Do a piece; False: there is none. The next is due when this one's share of the time has passed."""
+        """Do a piece; False if there is none. The next is due when this one took at most `BUSY_SHARE` of the time."""
         began = self._clock()
-        found = next(self._pieces, None)
+        done = next(self._pieces, None)
         ended = self._clock()
-        self._due = math.inf if found is None else ended + (ended - began) / BUSY_SHARE  # None: it is given up
-        return bool(found)
+        self._due = math.inf if done is None else ended + (ended - began) / BUSY_SHARE  # None: a piece failed
+        return bool(done)
 
     @torch.inference_mode()
-    def _all(self, programs: Sequence[Program]) -> Iterator[bool]:
-        """Yield after each piece, and where there is none just now. Nobody waits for it, if it fails."""
+    def _run(self, programs: Sequence[Program]) -> Iterator[bool]:
+        """Yield True after each piece, False while there is none. Ends, with a warning, if one fails."""
         try:
             yield from self._planned(programs)
             while self._runner.graphs is not None:
@@ -72,9 +72,9 @@ class WorkAhead:
             _log.warning("capturing graphs ahead failed, and is given up: %s", describe(error), exc_info=error)
 
     def _planned(self, programs: Sequence[Program]) -> Iterator[bool]:
-        """Compile kernels of long prompts, capture usual rounds, rounds with prompts, then all of `programs`.
+        """Compile kernels of long prompts, capture usual rounds, measure mixed passes, then capture all `programs`.
 
-        Before each, what is wanted.
+        After each piece, what steps lacked meanwhile comes first.
         """
         graphs = self._runner.graphs
         if graphs is None or not programs:
@@ -82,7 +82,7 @@ class WorkAhead:
         largest, tokens = self._config.max_num_seqs, self._config.max_num_batched_tokens
         yield from self._wanted()
         for program in filter(self._can_run, graphs.long_prompts(max_batch=largest, max_tokens=tokens)):
-            graphs.run_once(program)
+            graphs.run_padding(program)
             yield True
             yield from self._wanted()
         for program in filter(graphs.is_second, programs):
@@ -96,7 +96,7 @@ class WorkAhead:
             yield from self._wanted()
 
     def _wanted(self) -> Iterator[bool]:
-        """Do what steps did without, the most frequent first; of what is frequent, passes of both, which save more."""
+        """Do what steps lacked, the most frequent first; of what is frequent, mixed passes first: they save more."""
         graphs, mixing = self._runner.graphs, self._runner.mixing
         assert graphs is not None
         while True:
@@ -112,7 +112,7 @@ class WorkAhead:
                 return
 
     def _can_run(self, program: Program) -> bool:
-        return self._runner.state.drafter is not None or not program.uses_drafter  # it may have been given up
+        return self._runner.state.drafter is not None or not program.uses_drafter  # the drafter may have failed
 
     def _capture(self, *programs: Program) -> Iterator[bool]:
         graphs = self._runner.graphs
@@ -122,32 +122,32 @@ class WorkAhead:
                 yield True
 
     def _measure(self, program: MixedProgram) -> Iterator[bool]:
-        """Time a round with prompts and both apart: one pass is taken where it takes less time."""
+        """Time a mixed pass and separate passes; keep its graph if it saves time."""
         graphs, mixing = self._runner.graphs, self._runner.mixing
         assert graphs is not None
         assert mixing is not None
         if program not in mixing.wanted:
-            return  # it has been measured
+            return  # measured already
         one = graphs.padded_round(program.round._replace(sampling=SamplingMode.GREEDY))
-        # Of the tokens of a graph one at least is padding; those that there are of prompts alone have other sizes.
+        # At least one token of a graph is padding. Graphs of prefill alone have other sizes.
         prompts = graphs.padded_prompts(program.prompts._replace(tokens=program.prompts.tokens - 1))
         assert prompts is not None
         yield from self._capture(one, prompts, program)
         if not {one, prompts, program} <= graphs.captured.keys():
-            mixing.leave(program)  # there is no room, or no drafter any more
+            mixing.drop_candidate(program)  # there is no room, or the drafter failed
             return
-        pays = mixing.learn(program, Times(self._time(program), self._time(one), self._time(prompts)))
+        pays = mixing.add_times(program, PassTimes(self._time(program), self._time(one), self._time(prompts)))
         if not pays:
             graphs.release(program)
         yield True
-        if pays and program.round.batch <= FEW and graphs.samples(program.round.draft):
+        if pays and program.round.batch <= SMALL_BATCH and graphs.samples_drafts(program.round.draft):
             yield from self._capture(program.with_both(sample_drafts=True))
 
     def _time(self, program: Program) -> float:
         graphs = self._runner.graphs
         assert graphs is not None
         if program not in self._seconds:
-            # Behind one another, so that laying out the next overlaps with the device's work, as it does while serving.
-            together = self._runner.time(lambda: [graphs.play(program, ()) for _ in range(MEASURED_TOGETHER)])
-            self._seconds[program] = together / MEASURED_TOGETHER
+            # Several without synchronising, so that packing the inputs overlaps with the device, as in serving.
+            total = self._runner.time(lambda: [graphs.run(program, ()) for _ in range(TIMED_PASSES)])
+            self._seconds[program] = total / TIMED_PASSES
         return self._seconds[program]

@@ -116,8 +116,8 @@ class PoolMachine(RuleBasedStateMachine):
         self._check()
 
     @rule()
-    def forget_all(self) -> None:
-        self.pool.forget_all(sequence.table for sequence in self.sequences)
+    def reset_prefix_cache(self) -> None:
+        self.pool.reset_prefix_cache(sequence.table for sequence in self.sequences)
         self.findable.clear()
         self.idle.clear()
         for sequence in self.sequences:

@@ -151,8 +151,8 @@ def test_warming_up_learns_what_keys_add(monkeypatch: pytest.MonkeyPatch) -> Non
         sample_drafts=None,
     )
 
-    def time_round(_: object, stand_ins: Sequence[Request], arm: Arm, _kind: RequestKind, length: int) -> float:
-        return len(stand_ins) * (1 + arm.depth) * (0.001 + 1e-5 * length)
+    def time_round(_: object, dummies: Sequence[Request], arm: Arm, _kind: RequestKind, length: int) -> float:
+        return len(dummies) * (1 + arm.depth) * (0.001 + 1e-5 * length)
 
     monkeypatch.setattr(type(engine.runner), "time_round", time_round)
     engine.warm_up()
@@ -299,9 +299,9 @@ def test_the_first_round_of_a_size_is_no_measure_however_long_it_takes(monkeypat
     engine = engine_cases.make_engine(drafts=engine_cases.drafter(), max_num_seqs=2, policy=AdaptiveDepth(3, 2))
     seen: set[tuple[int, Arm, RequestKind, int]] = set()
 
-    def time_round(_: object, stand_ins: Sequence[Request], *of: Any) -> float:
-        is_first = (len(stand_ins), *of) not in seen
-        seen.add((len(stand_ins), *of))
+    def time_round(_: object, dummies: Sequence[Request], *of: Any) -> float:
+        is_first = (len(dummies), *of) not in seen
+        seen.add((len(dummies), *of))
         return 0.2 if is_first else 0.002
 
     monkeypatch.setattr(type(engine.runner), "time_round", time_round)
@@ -316,8 +316,8 @@ def test_rounds_of_seconds_are_timed_as_few_times_as_it_takes_to_compare(monkeyp
     monkeypatch.setattr("fledge.engine.warm_up.time.perf_counter", lambda: float(next(clock)))
     calls: list[tuple[int, Arm, RequestKind, int]] = []
 
-    def time_round(_: object, stand_ins: Sequence[Request], *of: Any) -> float:
-        calls.append((len(stand_ins), *of))
+    def time_round(_: object, dummies: Sequence[Request], *of: Any) -> float:
+        calls.append((len(dummies), *of))
         return 2.0 + calls[-1][1].depth
 
     monkeypatch.setattr(type(engine.runner), "time_round", time_round)

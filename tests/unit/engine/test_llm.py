@@ -190,6 +190,7 @@ def test_no_drafting_beyond_the_drafters_own_length(pair: Path) -> None:
         ([1] * 256, "the prompt has 256 tokens"),
         ({"text": "a"}, "expected 'prompt'"),
         ([[1.5]], "expected text or a list of token ids"),
+        (b"a", "found bytes, expected text or a list of token ids"),
     ],
 )
 def test_bad_prompts(plain: LLM, prompt: object, message: str) -> None:

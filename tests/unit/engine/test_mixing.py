@@ -6,7 +6,7 @@ The state machine drives it too; real graphs: tests/gpu.
 import pytest
 
 from fledge.engine.arms import PLAIN, Arm
-from fledge.engine.mixing import MixedProgram, Mixing, Times
+from fledge.engine.mixing import MixedProgram, Mixing, PassTimes
 from fledge.engine.runner import Runner
 from tests.engine_cases import (
     TREE,
@@ -90,7 +90,7 @@ def test_one_pass_is_taken_where_it_takes_less_time_and_prompts_are_cut_to_two_r
     seconds = {64: 1.1, 128: 1.5, 192: 1.7, 256: 1.9, 320: 1.95, 448: 2.2, 512: 2.4}
     for one in candidates:
         pays = one.round.batch != 4 and one.prompts.tokens != 128
-        assert mixing.learn(one, Times(seconds[one.prompts.tokens] if pays else 9.0, 1.0, 1.5)) == pays
+        assert mixing.add_times(one, PassTimes(seconds[one.prompts.tokens] if pays else 9.0, 1.0, 1.5)) == pays
     assert mixing.along(5, Arm(3)) == (Arm(3), 255)
     assert mixing.along(16, Arm(1)) == (Arm(3), 255), "there is one chain, and rows are nearly free"
     assert mixing.along(17, Arm(1)) == (Arm(1), 319), "they are not here"
@@ -103,10 +103,11 @@ def test_one_pass_is_taken_where_it_takes_less_time_and_prompts_are_cut_to_two_r
 def test_a_step_is_one_pass_of_the_smallest_size_that_pays_as_soon_as_there_is_its_graph() -> None:
     graphs, mixing, sizes = plain_candidates(16)
     several = {
-        tokens: Times(both, 1.0, prompts) for tokens, both, prompts in [(64, 1.1, 1.5), (128, 9, 1.5), (192, 1.5, 1.6)]
+        tokens: PassTimes(both, 1.0, prompts)
+        for tokens, both, prompts in [(64, 1.1, 1.5), (128, 9, 1.5), (192, 1.5, 1.6)]
     }
     for tokens, times in several.items():
-        mixing.learn(sizes[tokens], times)
+        mixing.add_times(sizes[tokens], times)
         graphs.capture(sizes[tokens])
     assert (mixing.takes(asking(sizes, 63)), mixing.takes(asking(sizes, 63), 1.3)) == (True, True)
     assert not mixing.takes(asking(sizes, 63), than=1.5), "it saves 1.4 rounds"
@@ -130,7 +131,7 @@ def test_prompts_are_not_cut_to_the_sizes_that_happen_to_be_known() -> None:
     _, mixing, sizes = plain_candidates(64)
     found = []
     for tokens, both in [(128, 1.5), (448, 2.2), (64, 1.1), (320, 9.0), (192, 2.1)]:
-        mixing.learn(sizes[tokens], Times(both, 1.0, 1.5))
+        mixing.add_times(sizes[tokens], PassTimes(both, 1.0, 1.5))
         found.append(mixing.along(64, PLAIN))
     assert found == [(PLAIN, bound) for bound in (447, 319, 319, 191, 127)]
 

@@ -6,6 +6,8 @@ import json
 import pydoc
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +44,9 @@ def _llm(model: Path) -> LLM:
     return LLM(model)
 
 
-async def answer(engine: AsyncLLM, prompt: str, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
+async def answer(
+    engine: AsyncLLM, prompt: str, params: SamplingParams | None = None, request_id: str | None = None
+) -> RequestOutput:
     texts, output = [""], None
     async for output in engine.generate(prompt, params, request_id):
         assert output.outputs[0].text.startswith(texts[-1]), "outputs are cumulative"
@@ -96,6 +100,23 @@ def test_async_requests_can_be_aborted_left_and_refused(model: Path) -> None:
     assert not engine._llm.engine.has_unfinished
     with pytest.raises(ConfigError, match="shut down"):
         asyncio.run(answer(engine, "Hello", GREEDY))
+
+
+def test_a_request_that_comes_while_it_shuts_down_is_refused(llm: LLM) -> None:
+    engine, gate = AsyncLLM(llm), threading.Event()
+
+    def long_step() -> None:
+        assert gate.wait(30)
+
+    engine._commands.put(long_step)
+    closing = threading.Thread(target=engine.shutdown)
+    closing.start()
+    while not engine._is_closed:
+        time.sleep(0.001)
+    with pytest.raises(ConfigError, match="shut down"):
+        asyncio.run(asyncio.wait_for(answer(engine, "Hello", GREEDY), 5))
+    gate.set()
+    closing.join()
 
 
 def test_chat_streams(llm: LLM) -> None:
@@ -214,6 +235,9 @@ def test_without_parameters_those_of_the_model_are_used(llm: LLM, model: Path) -
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, top_k=5)
         first, second = (llm.generate("Hello")[0].outputs[0].token_ids for _ in range(2))
         assert first == second == llm.generate("Hello", SamplingParams(temperature=0))[0].outputs[0].token_ids
+        engine = AsyncLLM(model)
+        assert asyncio.run(answer(engine, "Hello")).outputs[0].token_ids == first
+        engine.shutdown()
     finally:
         (model / "generation_config.json").unlink()
     with pytest.raises(ValueError, match="temperature"):  # as callers of vLLM catch it

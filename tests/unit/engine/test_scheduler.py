@@ -6,7 +6,7 @@ from fledge.decoding.params import SamplingParams
 from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.request import Phase, Request
-from fledge.engine.scheduler import FIRST_CHUNK, LEAST_CHUNK, MustSettle, ScheduledBatch, Scheduler
+from fledge.engine.scheduler import INITIAL_PREFILL_TOKENS, MIN_PREFILL_TOKENS, MustSettle, ScheduledBatch, Scheduler
 
 DEPTH = 1  # lookahead is 6 tokens
 CHAIN, TREE = Arm(DEPTH), Arm(DEPTH, is_tree=True)
@@ -104,9 +104,9 @@ def test_chunks_are_as_long_as_the_time_that_they_may_take() -> None:
         (chunk,) = scheduler.schedule(PLAIN).chunks
         sizes.append(chunk.end - chunk.start)
         scheduler.observe_prefill(sizes[-1], sizes[-1] * seconds_per_token)
-    assert sizes == [FIRST_CHUNK, 250, 250, 62, 62, LEAST_CHUNK, 1000]
+    assert sizes == [INITIAL_PREFILL_TOKENS, 250, 250, 62, 62, MIN_PREFILL_TOKENS, 1000]
     scheduler.observe_prefill(3, 0.02)  # launched more than read
-    assert scheduler.timely_tokens == 1000
+    assert scheduler.timely_prefill_tokens == 1000
 
 
 def test_a_short_request_does_not_wait_for_all_answers_to_another() -> None:
@@ -288,12 +288,12 @@ def test_prompts_beside_a_round_are_cut_and_the_round_drafts_what_is_captured_wi
     scheduler = make(budget=100)
     ask(scheduler, "a", 3)
     read(scheduler.schedule(CHAIN))
-    plan = scheduler.schedule(CHAIN, along=lambda _batch, _arm: (PLAIN, 4))
+    plan = scheduler.schedule(CHAIN, mixed_limit=lambda _batch, _arm: (PLAIN, 4))
     assert (plan.verify, plan.draft, plan.chunks) == (CHAIN, CHAIN, []), "there are none"
     read(plan)
     ask(scheduler, "b", 9)
     told: list[tuple[int, Arm]] = []
-    plan = scheduler.schedule(CHAIN, along=lambda batch, arm: told.append((batch, arm)) or (PLAIN, 4))
+    plan = scheduler.schedule(CHAIN, mixed_limit=lambda batch, arm: told.append((batch, arm)) or (PLAIN, 4))
     assert told == [(1, CHAIN)]
     assert spans(plan) == [("b", 0, 4, False)]
     assert (plan.verify, plan.draft) == (PLAIN, PLAIN)
@@ -306,5 +306,5 @@ def test_more_prompts_beside_a_round_may_be_longer_together() -> None:
     read(scheduler.schedule(CHAIN))
     for name in "bcdefgh":
         ask(scheduler, name, 2)
-    plan = scheduler.schedule(CHAIN, along=lambda _batch, arm: (arm, 4))
+    plan = scheduler.schedule(CHAIN, mixed_limit=lambda _batch, arm: (arm, 4))
     assert sum(chunk.end - chunk.start for chunk in plan.chunks) == 7

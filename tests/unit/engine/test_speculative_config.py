@@ -1,6 +1,6 @@
 import pytest
 
-from fledge.engine.config import SpeculativeConfig
+from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError
 
 
@@ -20,12 +20,15 @@ def test_vllms_own_keys_are_understood() -> None:
         ({"model": "d", "num_speculative_tokens": 0}, "give no drafter"),
         ({"model": "d", "num_speculative_tokens": 1000}, "1 to 16"),
         ({"model": "d", "num_speculative_tokens": True}, "1 to 16"),
+        ({"model": "d", "num_speculative_tokens": None}, "1 to 16"),
+        ({"model": "d", "tree_width": 2, "tree_budget": None}, "1 to 1024"),
         ({"model": "d", "method": "medusa"}, "'eagle' or 'eagle3'"),
         ({"model": "d", "draft_tensor_parallel_size": 4}, "vLLM"),
         ({"model": "d", "rejection_sample_method": "synthetic"}, "vLLM"),
         ({"model": "d", "quantization": "fp8"}, "vLLM"),
         ({"model": "d", "tree_width": 4, "draft_sample_method": "probabilistic"}, "trees are not sampled"),
         ({"model": "d", "num_speculative_tokens_per_batch_size": [[1, 2]]}, "first batch size"),
+        ({"model": "d", "num_speculative_tokens_per_batch_size": 4}, "expected a list of rows"),
         ({"method": "eagle3"}, "'model' is missing"),
         ({"model": 7}, "'model' must name"),
         (["model"], "found list"),
@@ -48,3 +51,23 @@ def test_the_depth_table_decides_for_the_batch_sizes_it_names() -> None:
         model="d", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=[[1, 4, 5], [64, 512, 0]]
     )
     assert [config.depth_at(size) for size in (1, 4, 5, 64)] == [5, 5, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"cudagraph_capture_sizes": [0, 4]},
+            "cudagraph_capture_sizes: found [0, 4], allowed is a list of batch sizes",
+        ),
+        ({"cudagraph_capture_sizes": 4}, "cudagraph_capture_sizes: found 4"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization: found '0.9'"),
+        ({"gpu_memory_utilization": True}, "gpu_memory_utilization: found True"),
+        ({"device": None}, "device: found None, allowed is auto, cpu or cuda"),
+    ],
+)
+def test_engine_options_of_another_type_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**options)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+    assert EngineConfig(cudagraph_capture_sizes=(1, 4), gpu_memory_utilization=1).cudagraph_capture_sizes == (1, 4)

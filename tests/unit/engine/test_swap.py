@@ -40,8 +40,8 @@ WHEN = ((0, False), (1, True), (4, False), (4, True))
 class FixedGraphs(CpuGraphs):
     """Graphs that see, as those of a GPU do, only the drafter and the cache that were there when they were recorded."""
 
-    def record(self, play: Callable[[], Any]) -> Callable[[], Any]:
-        state, play = self._state, super().record(play)
+    def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        state, play = self._state, super().record(run)
         then = state.drafter, state.drafter_cache
         drafts = state.drafter is not None
 

@@ -106,6 +106,16 @@ def test_what_only_our_engine_does_is_refused(llm: LLM, params: dict[str, object
     assert not llm.engine.has_unfinished
 
 
+def test_an_id_that_is_in_use_is_refused(llm: LLM) -> None:
+    llm.engine.add_request("twice", [1], GREEDY)
+    with pytest.raises(ConfigError, match="request id 'twice' is in use"):
+        llm.engine.add_request("twice", [2], GREEDY)
+    last = llm.engine.abort("twice")
+    assert last is not None
+    assert last.finish_reason == "abort"
+    assert not llm.engine.has_unfinished
+
+
 def test_a_drafter_is_held_to_its_contract_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -162,8 +172,9 @@ def test_auto_is_ours_where_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     install(monkeypatch, tmp_path)
     target = pair_directory() / "target"
     assert not isinstance(LLM(target, engine="auto").engine, VllmEngine)
-    llm = LLM(target, engine="auto", tensor_parallel_size=2)
+    llm = LLM(target, engine="auto", tensor_parallel_size=2, scheduling_policy="priority")
     assert isinstance(llm.engine, VllmEngine)
+    assert llm.engine.info.scheduling_policy == "priority"
     llm.close()
     with pytest.raises(ConfigError, match="allowed is fledge or vllm or auto"):
         LLM(target, engine="sglang")

@@ -12,7 +12,7 @@ import pytest
 from fledge import LLM
 from tests.serving import MAX_MODEL_LEN, MODEL, Serving, make_llm, make_service, pair_directory
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -54,6 +54,7 @@ def post(http: httpx.Client, path: str, body: bytes | str, **headers: str) -> ht
         b'"text"',
         b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "x": [{"y": -1e999}]}',
         b'{"prompt": "\xff\xfe"}',
         b'{"prompt": "\\ud800"}',
         b'{"prompt": "a", "model": "\\udfff"}',
@@ -65,7 +66,7 @@ def post(http: httpx.Client, path: str, body: bytes | str, **headers: str) -> ht
     ],
     ids=lambda body: repr(body[:24]),
 )
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize"])
 def test_bodies_that_are_no_good_json(http: httpx.Client, path: str, body: bytes) -> None:
     refusal(post(http, path, body), 400)
 

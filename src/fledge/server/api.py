@@ -6,6 +6,7 @@ Bodies are read and checked here, clients that go away noticed, events sent as t
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -335,9 +336,12 @@ def _parse_json(body: bytes) -> dict[str, Any]:
     if len(value) > MAX_FIELDS:
         raise RequestError(f"the body has {len(value)} fields, allowed are {MAX_FIELDS}")
     level: list[Any] = [value]
-    for _ in range(MAX_NESTING):  # refuse deep JSON, so that whatever walks it later can do so by recursion
+    for _ in range(MAX_NESTING):  # deep JSON is refused, so everything that reads the body later may recurse
         parts = (parent.values() if isinstance(parent, dict) else parent for parent in level)
-        level = [child for part in parts for child in part if isinstance(child, dict | list)]
+        children = [child for part in parts for child in part if isinstance(child, (dict, list, float))]
+        if any(isinstance(child, float) and math.isinf(child) for child in children):  # such as 1e999
+            raise RequestError("the body has a number that is too large for a float")
+        level = [child for child in children if not isinstance(child, float)]
     if level:
         raise RequestError(f"the body is nested more than {MAX_NESTING} deep")
     return value

@@ -11,11 +11,13 @@ from fledge.engine.outputs import RequestMetrics
 from fledge.engine.vllm_rounds import request_metrics
 from fledge.server.live_drift import Traits, script_of
 from fledge.server.prompts import NO_TEMPLATE, Template
+from fledge.server.protocol import MAX_ANSWERS, has_too_many_containers
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 # Only events with these keys are parsed. Inside generated text the quotes would be escaped.
 _TELLING = re.compile(rb'"usage"|"finish_reason": ?"')
 _WITH_USAGE = b',"stream_options":{"include_usage":true}}'
+MAX_TEMPERATURE = 1e3  # for statistics; NaN, which vLLM accepts, would make all sums NaN
 
 
 class ProxiedRequest(NamedTuple):
@@ -31,6 +33,8 @@ class ProxiedRequest(NamedTuple):
 
 def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bool) -> ProxiedRequest:
     """Read a request. One that cannot be read is passed on, for vLLM to refuse."""
+    if has_too_many_containers(body):  # parsing it would take long, and vLLM does that too
+        return ProxiedRequest(body)
     try:
         asked = jiter.from_json(body)
     except ValueError:
@@ -40,21 +44,22 @@ def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bo
     stream = asked.get("stream") is True
     hides_usage = stream and tells_rounds and path in (CHAT, COMPLETION) and "stream_options" not in asked
     if hides_usage:
-        body = body.rstrip()[:-1] + (_WITH_USAGE if asked else _WITH_USAGE[1:])
-    temperature, model, answers = asked.get("temperature"), asked.get("model"), asked.get("n")
+        body = body.rstrip()[:-1] + _WITH_USAGE
+    temperature, model, n = asked.get("temperature"), asked.get("model"), asked.get("n")
+    is_plausible = isinstance(temperature, int | float) and 0 <= temperature <= MAX_TEMPERATURE
     if isinstance(own := asked.get("chat_template"), str):
         template = Template.of("client", own)
     traits = Traits(
         template=template if path == CHAT else NO_TEMPLATE,
         script=script_of(_last_text(asked)),
-        temperature=temperature if isinstance(temperature, int | float) else 1.0,
+        temperature=temperature if is_plausible else 1.0,
     )
     return ProxiedRequest(
         body,
         stream=stream,
         hides_usage=hides_usage,
         model=model[:200] if isinstance(model, str) else None,
-        answers=answers if isinstance(answers, int) else 1,
+        answers=n if isinstance(n, int) and 1 <= n <= MAX_ANSWERS else 1,
         traits=traits,
     )
 

@@ -156,7 +156,11 @@ def router(proxy: VllmProxy) -> APIRouter:
     async def look_up(request: Request) -> Response:
         body = await read_body(proxy, request)
         target, headers = _target(proxy, request), _headers(request, body)
-        return _response(await proxy.engine.fetch(request.method, target, headers, body))
+        try:
+            async with asyncio.timeout(proxy.options.request_timeout):
+                return _response(await proxy.engine.fetch(request.method, target, headers, body))
+        except TimeoutError:
+            raise timed_out(proxy.options.request_timeout) from None
 
     return routes
 

@@ -1,5 +1,6 @@
 """The proxy in front of a vLLM: which requests pass, which are refused, and what is known of them afterwards."""
 
+import asyncio
 import json
 import logging
 import time
@@ -296,3 +297,25 @@ def test_requests_are_read_but_not_changed() -> None:
     assert read(stream, "/v1/responses").body == read(stream, tells_rounds=False).body == stream
     chat = read(b'{"chat_template": "x", "messages": [{"content": "\xd0\xb4\xd0\xb0"}]}', "/v1/chat/completions")
     assert (chat.traits.template.name, chat.traits.script, chat.traits.temperature) == ("client", "Cyrillic", 1.0)
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-1", b"1" + b"0" * 400, b'"1"'])
+def test_odd_numbers_do_not_reach_the_statistics(number: bytes) -> None:
+    body = b'{"temperature": ' + number + b', "n": ' + number + b"}"
+    read = read_request("/v1/completions", body, template=OWN, tells_rounds=True)
+    assert (read.body, read.traits.temperature, read.answers) == (body, 1.0, 1)
+
+
+def test_dense_json_is_passed_on_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fledge.server.proxied_requests.jiter.from_json", lambda _body: pytest.fail("it was parsed"))
+    body = b'{"stream":true,"x":[' + b"[]," * 20_000 + b"[]]}"
+    assert read_request("/v1/completions", body, template=OWN, tells_rounds=True) == ProxiedRequest(body)
+
+
+def test_a_vllm_that_does_not_answer_is_a_408(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    proxy = make_proxy(monkeypatch, tmp_path, request_timeout=0.2)
+    with Serving(proxy) as serving:
+        with monkeypatch.context() as patch:
+            patch.setattr(proxy.engine, "fetch", lambda *_request: asyncio.sleep(60))
+            answer = httpx.get(serving.url + "/v1/models", timeout=20)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")

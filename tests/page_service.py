@@ -18,8 +18,8 @@ from fledge.engine.arms import Arm
 from fledge.engine.outputs import RequestMetrics, RequestUpdate, RoundRecord
 from fledge.engine.protocol import EngineStats, PhaseSeconds, RoundReport
 from fledge.server.dashboard import router
+from fledge.server.drift_monitor import Traits
 from fledge.server.history import History
-from fledge.server.live_drift import Traits
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import Template
 from tests.ports import free_port

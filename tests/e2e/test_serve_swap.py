@@ -155,7 +155,7 @@ def test_what_cannot_be_done_is_said_in_one_line_and_the_drafter_stays(
 
 
 def test_two_at_once_and_a_server_without_admins(serving: Serving, http: httpx.Client) -> None:
-    serving.service.swap._next = "another"
+    serving.service._loading_drafter = "another"
     error = swap(http, OLD)
     serving.service._next_drafter = None
     assert (error.status_code, error.json()["error"]["code"]) == (409, "swap_under_way")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fledge.checkpoints.source import DRAFTERS, TARGET
-from fledge.cli.command import leave, numbers, one_of, options, run_bench, settings_of
+from fledge.cli.command import from_options, leave, numbers, one_of, options, run_bench
 from fledge.cli.tune import run_tune
 from fledge.cli.vllm_command import EngineCommand
 from fledge.engine.config import MAX_DEPTH, EngineConfig
@@ -140,7 +140,7 @@ def offline(
     from fledge.evaluation.results import Load  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
 
-    settings = settings_of(
+    settings = from_options(
         OfflineSettings,
         locals(),
         drafters=tuple(DRAFTERS.values() if drafter is None else drafter),
@@ -184,7 +184,7 @@ def inflate(
     drafters = tuple(zip(sources, places, strict=True))
     own = {"shape_name": shape, "shape": config, "dtype": choose_dtype(dtype), "pad_vocab": not small_vocab}
     with Progress(quiet=quiet).task("writing", config.num_layers + len(sources)) as advance:
-        write_inflated(settings_of(Inflation, locals(), **own), advance)
+        write_inflated(from_options(Inflation, locals(), **own), advance)
     for place in (destination, *places):
         print(f"wrote {place}", file=sys.stderr)
 
@@ -237,7 +237,7 @@ def serve(
         raise ConfigError(f"--endpoint: found '{endpoint}', allowed is chat or completions")
 
     from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415
-    from fledge.cli.servers import read_servers, without_secrets  # noqa: PLC0415
+    from fledge.cli.bench_servers import read_servers, without_secrets  # noqa: PLC0415
     from fledge.evaluation.results import Load  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
     from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
@@ -245,7 +245,7 @@ def serve(
     concurrency = "1,4,16,64" if concurrency is None and rate is None else concurrency
     many = [] if concurrency is None else numbers("concurrency", concurrency, int, 1, 4096)
     rates = [] if rate is None else numbers("rate", rate, float, 1e-5, 1e5)
-    settings = settings_of(
+    settings = from_options(
         ServeSettings,
         locals(),
         servers=read_servers(

@@ -67,13 +67,13 @@ def options(verb: str, *engine: str) -> Callable[[Callable[..., None]], Callable
 
 def _engine_option(field: Field[Any]) -> inspect.Parameter:
     flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}
-    more: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
+    more: dict[str, Any] = {"parser": parse_token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
     option = typer.Option(*flags.get(field.name, ()), help=field.metadata["help"], **more)
     hint, kind = get_type_hints(EngineConfig)[field.name], inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(field.name, kind, default=field.default, annotation=Annotated[hint, option])
 
 
-def token_count(text: str) -> int | None:
+def parse_token_count(text: str) -> int | None:
     """Read vLLM's ways to write a length: 4096, 4k (4000), 4K (4096), auto."""
     if text in ("auto", "-1"):
         return None
@@ -154,7 +154,7 @@ def leave(status: int, *lines: str) -> NoReturn:
     raise typer.Exit(status)
 
 
-def settings_of(kind: type[_Settings], given: Mapping[str, Any], **own: Any) -> _Settings:
+def from_options(kind: type[_Settings], given: Mapping[str, Any], **own: Any) -> _Settings:
     """The options of a verb (its `locals()`) that are called as fields of a dataclass, and `own` values, as one."""
     names = {field.name for field in fields(cast(Any, kind))}
     return kind(**{name: value for name, value in given.items() if name in names} | own)

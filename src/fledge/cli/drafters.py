@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from fledge.cli.command import INTERRUPTED, json_object, leave, models, numbers, one_of, options, settings_of
+from fledge.cli.command import INTERRUPTED, from_options, json_object, leave, models, numbers, one_of, options
 from fledge.errors import ConfigError
 from fledge.files import write_text
 from fledge.progress import Progress
@@ -71,7 +71,7 @@ def evaluate(
         check_writable("--save-baseline", resolve(name) / BASELINE_FILE)
     more = {"engine": backend, "vllm_options": tuple(vllm_option or ()), "sample": sample or None}
     drafting = json_object("--speculative-config", speculative_config)
-    settings = settings_of(EvalSettings, locals(), speculative_config=drafting, **more)
+    settings = from_options(EvalSettings, locals(), speculative_config=drafting, **more)
     workloads = load_workloads(workload or ["short"], sample=sample or None, seed=seed, from_hub=from_hub)
     results = run_eval(settings, workloads, Progress(quiet=quiet), out)
     if not results.cells:
@@ -156,7 +156,7 @@ def drift(
         if not perturbations and figure.startswith(("al_drop", "recent_attention_rise")):
             raise ConfigError(f"condition '{text}': needs perturbations; leave out --suite none")
     prompts = load_probe_workload(workload, sample=sample, seed=seed)
-    settings = settings_of(ProbeSettings, locals())
+    settings = from_options(ProbeSettings, locals())
     chosen = {"dtype": dtype, "device": device, "seed": seed, "max_model_len": max_model_len}
     progress = Progress(quiet=quiet)
     options = {name: one for name, one in chosen.items() if one is not None}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from fledge.cli.command import options, read_speculation, settings_of
+from fledge.cli.command import from_options, options, read_speculation
 from fledge.errors import ConfigError, PromptError
 from fledge.files import read_json_lines
 
@@ -64,7 +64,7 @@ def generate(
     from fledge import LLM, SamplingParams  # noqa: PLC0415 - torch takes seconds, and --help should not
     from fledge.decoding.statistics import AcceptanceStatistics  # noqa: PLC0415
 
-    params = settings_of(SamplingParams, locals(), stop=stop or ())
+    params = from_options(SamplingParams, locals(), stop=stop or ())
     more = {"vllm_options": vllm_option} if vllm_option else {}
     llm = LLM(target, engine=backend, vllm_python=vllm_python, speculative_config=speculation, **engine, **more)
     encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.command import json_object, one_of, options, settings_of
+from fledge.cli.command import from_options, json_object, one_of, options
 from fledge.cli.serve_vllm import BUNDLED_DEPTH, VllmOptions, open_vllm_proxy, vllm_words
 from fledge.cli.vllm_command import vllm_values
 from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
@@ -101,16 +101,16 @@ def serve(
     listener, source = _bind(host, port) if uds is None else _bind_path(uds), model or TARGET
 
     with ExitStack() as starting:
-        child = _begin_child(engine["device"], starting) if backend != "vllm" else None
+        child = _start_child(engine["device"], starting) if backend != "vllm" else None
         from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
+        from fledge.server.base_service import BaseService  # noqa: PLC0415
         from fledge.server.connections import is_loopback  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
-        from fledge.server.servable import Servable  # noqa: PLC0415
 
         set_up_logging(log_format)
         directory = resolve(source, weights=False)
-        if backend != "vllm" and (reason := _not_run_because(directory)) is not None:
+        if backend != "vllm" and (reason := _unsupported_reason(directory)) is not None:
             if backend == "fledge":
                 raise NeedsVllmError(f"{source}: {reason}")
             print(f"note: {source}: {reason} (--engine auto: vLLM)", file=sys.stderr)
@@ -121,7 +121,7 @@ def serve(
         words = vllm_words(vllm_option or (), bundled_pair=model is None) if by_vllm else []
         named = vllm_values(words, "--served-model-name") if by_vllm else served_model_name
         names, is_private = allowed_host or [], is_loopback(host) and uds is None and not keys
-        settings = settings_of(
+        settings = from_options(
             ServeOptions,
             locals(),
             served_model_names=tuple(named or (source,)),
@@ -139,7 +139,7 @@ def serve(
         )
         where = f"port {listener.getsockname()[1]}" if uds is None else uds
         print(f"loading {source}, to be served at {where}", file=sys.stderr, flush=True)
-        service: Servable
+        service: BaseService
         if by_vllm:
             options = VllmOptions(words=words, python=vllm_python, log_file=vllm_log, start_timeout=vllm_start_timeout)
             service, told = open_vllm_proxy(source, directory, options, settings)
@@ -176,7 +176,7 @@ def _check_tls(**files: str | None) -> None:
             raise ConfigError(f"--ssl-{name.replace('_', '-')}: {file}: no such file")
 
 
-def _begin_child(device: str, starting: ExitStack) -> "Child":
+def _start_child(device: str, starting: ExitStack) -> "Child":
     """Start the engine's process, which imports what it needs while this one does. It ends with `starting`."""
     from fledge.server.child import Child  # noqa: PLC0415 - no other command needs it
 
@@ -192,7 +192,7 @@ def _begin_child(device: str, starting: ExitStack) -> "Child":
     return child
 
 
-def _not_run_because(directory: Path) -> str | None:
+def _unsupported_reason(directory: Path) -> str | None:
     """Why our engine cannot run a target; None: it can."""
     from fledge.checkpoints.target import sketch_target_config  # noqa: PLC0415 - imports torch
 

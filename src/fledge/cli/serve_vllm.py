@@ -91,7 +91,7 @@ def open_vllm_proxy(
             max_num_seqs=_number(words, "--max-num-seqs", MAX_NUM_SEQS) * _number(words, _REPLICAS, 1),
             drafter=drafter,
             template=_template(directory, words),
-            tells_rounds=vllm_values(words, _REQUEST_METRICS) not in ([], ["none"]),
+            reports_rounds=vllm_values(words, _REQUEST_METRICS) not in ([], ["none"]),
             reload=reload,
             speculation=speculation,
             tuning=tuning,

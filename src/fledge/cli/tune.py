@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.command import numbers, settings_of
+from fledge.cli.command import from_options, numbers
 from fledge.cli.vllm_command import speed_options
 from fledge.engine.config import MAX_DEPTH
 from fledge.errors import ConfigError
@@ -38,7 +38,7 @@ def run_tune(given: Mapping[str, Any]) -> None:
         for workload in workloads
         for prompt, ids in zip(workload.prompts, tokenised(workload, target), strict=True)
     ]
-    settings = settings_of(
+    settings = from_options(
         TuneSettings,
         given,
         target=target,

@@ -61,8 +61,8 @@ class ServeCommand(TyperCommand):
         names = [(option.is_flag, name) for option in options for name in (*option.opts, *option.secondary_opts)]
         flags = {name for is_flag, name in names if is_flag} | {"--help"}
         values = {name for is_flag, name in names if not is_flag} | {"--model"}
-        args, model = _with_config(args, flags)
-        given, rest = read_words(args, flags)
+        args, model = _expand_config_file(args, flags)
+        given, rest = parse_arguments(args, flags)
         own, theirs = split(given, PROXY)
         engine = _last_value(own, "--engine")
         try:
@@ -99,7 +99,7 @@ class EngineCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
         names = {name: option.is_flag for option in options for name in (*option.opts, *option.secondary_opts)}
-        given, rest = read_words(args, [name for name, is_flag in names.items() if is_flag] + ["--help"])
+        given, rest = parse_arguments(args, [name for name, is_flag in names.items() if is_flag] + ["--help"])
         ours, theirs = split(given, [*names, "--help"])
         if _last_value(ours, "--engine") in ("vllm", "auto") or "--tune" in ours:
             args = [*(f"--vllm-option={word}" for word in theirs), *ours, *rest]
@@ -110,7 +110,7 @@ class EngineCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def _with_config(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], Any]:
+def _expand_config_file(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], Any]:
     """Return the arguments with those of a --config file before them, and the model that it names, if it does."""
     files, rest, left = [], [], list(args)
     while left:
@@ -128,7 +128,7 @@ def _with_config(args: Sequence[str], flags: Collection[str]) -> tuple[list[str]
     return [*_as_words(settings, given, flags), *rest], model
 
 
-class GivenOption(NamedTuple):
+class ParsedOption(NamedTuple):
     """An option as it was given, or a word that is none."""
 
     words: Sequence[str]  # as they were written
@@ -137,17 +137,17 @@ class GivenOption(NamedTuple):
     values: Sequence[str] = ()
 
 
-def read_words(arguments: Sequence[str], own_flags: Collection[str]) -> tuple[list[GivenOption], list[str]]:
+def parse_arguments(arguments: Sequence[str], own_flags: Collection[str]) -> tuple[list[ParsedOption], list[str]]:
     """Take a command line apart; return what is given, and all from a `--` on.
 
     What follows an option that nobody knows here is taken for its value.
     """
-    found: list[GivenOption] = []
+    found: list[ParsedOption] = []
     rest = list(arguments)
     while rest and rest[0] != "--":
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
-            found.append(GivenOption([word]))
+            found.append(ParsedOption([word]))
             continue
         written, equals, value = word.partition("=")
         name, dot, key = written.partition(".")
@@ -159,11 +159,11 @@ def read_words(arguments: Sequence[str], own_flags: Collection[str]) -> tuple[li
         most = 0 if equals or is_flag or word in _LEVELS else sys.maxsize if name in SEVERAL_VALUES else 1
         while len(values) < most and rest and not rest[0].startswith("-" if values else "--"):
             values.append(rest.pop(0))  # none where it is missing; whoever reads the option says so
-        found.append(GivenOption([word] if equals else [word, *values], name, key, values))
+        found.append(ParsedOption([word] if equals else [word, *values], name, key, values))
     return found, rest
 
 
-def split(given: Sequence[GivenOption], own: Collection[str]) -> tuple[list[str], list[str]]:
+def split(given: Sequence[ParsedOption], own: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the options that are `own`, words that are no options among them, and those for vLLM, as they are."""
     ours: list[str] = []
     theirs: list[str] = []
@@ -272,7 +272,7 @@ def _set(values: dict[str, Any], path: str, text: str) -> None:
 
 
 def translate(
-    given: Sequence[GivenOption], own_values: Collection[str], own_flags: Collection[str]
+    given: Sequence[ParsedOption], own_values: Collection[str], own_flags: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Return the words that are ours, and notes on options that are vLLM's and do no harm.
 

@@ -115,7 +115,7 @@ class History:
         self._current = HistoryInterval()
         self._since = 0  # the first interval that `latest` sums
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Sum, in `latest`, only what comes after the present interval. The ring keeps what there is."""
         self._since = self.current().number + 1
 
@@ -140,7 +140,7 @@ class History:
         return HistoryInterval.sum(begun or [HistoryInterval(number=latest[-1].number, gauges=latest[-1].gauges)])
 
 
-class SpeedUp(NamedTuple):
+class SpeedupEstimate(NamedTuple):
     """Tokens per second of decoding, over what it would be without speculation."""
 
     value: float | None = None  # None: unknown
@@ -150,7 +150,7 @@ class SpeedUp(NamedTuple):
     arm: Arm = PLAIN  # and what it mostly verified
 
 
-def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
+def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedupEstimate:
     """Estimate the speed-up of all decoding that was seen. What a round gives and costs is told of those with drafts.
 
     Where they do not tell, the controller's choice does: what it expects of the arm it has chosen.
@@ -159,13 +159,13 @@ def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
     speculative = {shape: count for shape, count in seen["rounds"].items() if shape[1].depth and count > 0}
     tokens = seen["round_tokens"]
     total = sum(speculative.values())
-    expected = SpeedUp() if choice is None else SpeedUp(value=choice.speed_up, break_even=choice.cost)
+    expected = SpeedupEstimate() if choice is None else SpeedupEstimate(value=choice.speed_up, break_even=choice.cost)
     if total == 0:
         return expected if stats.typical_round is None else _typical(seen.acceptance, *stats.typical_round, costs)
     rows = sum(batch * count for (batch, _), count in speculative.items())
     tokens_per_round = sum(tokens[shape] for shape in speculative) / rows
     arm = max(speculative, key=lambda shape: speculative[shape])[1]
-    estimate = SpeedUp(tokens_per_round=tokens_per_round, batch=round(rows / total), arm=arm)
+    estimate = SpeedupEstimate(tokens_per_round=tokens_per_round, batch=round(rows / total), arm=arm)
     spent = plain = break_even = 0.0
     known_rounds = known_rows = 0
     for shape, count in speculative.items():
@@ -182,10 +182,10 @@ def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
     return estimate._replace(value=(plain + undrafted) / (spent + undrafted), break_even=break_even / known_rows)
 
 
-def _typical(acceptance: AcceptanceStatistics, batch: int, arm: Arm, costs: CostTable) -> SpeedUp:
+def _typical(acceptance: AcceptanceStatistics, batch: int, arm: Arm, costs: CostTable) -> SpeedupEstimate:
     """The estimate by what a round gave on average, where rounds are not told one by one."""
     length, step, cost = acceptance.acceptance_length, costs.cost(batch, PLAIN), costs.cost(batch, arm)
-    estimate = SpeedUp(tokens_per_round=length, batch=batch, arm=arm)
+    estimate = SpeedupEstimate(tokens_per_round=length, batch=batch, arm=arm)
     if length is None or not step or cost is None:
         return estimate
     return estimate._replace(value=length * step / cost, break_even=cost / step)
@@ -263,7 +263,7 @@ def note(which: str, **figures: Any) -> SpeculationNote:
     return SpeculationNote(level, text.format(**figures))
 
 
-def _batch(length: float, costs: CostTable, estimate: SpeedUp) -> list[SpeculationNote]:
+def _batch(length: float, costs: CostTable, estimate: SpeedupEstimate) -> list[SpeculationNote]:
     """The drafts are good enough for small batches, but not for these."""
     batch, arm = estimate.batch, estimate.arm
     smallest = costs.smallest_batch(arm)

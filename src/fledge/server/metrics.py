@@ -25,9 +25,9 @@ from fledge.engine.arms import PLAIN
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import EngineStats
 from fledge.evaluation.baseline import Baseline
+from fledge.server.drafter_monitor import KINDS, DrafterMonitor, DrafterSums, growth_of, reliability_of
+from fledge.server.drift_monitor import DriftMonitor, Traits
 from fledge.server.history import History, HistoryInterval, by_context, dead_drafter, speed_up
-from fledge.server.live_drafter import KINDS, DrafterSums, DrafterWatch, growth_of, reliability_of
-from fledge.server.live_drift import DriftWatch, Traits
 from fledge.server.prompts import Template
 
 _log = logging.getLogger("fledge.server")
@@ -95,8 +95,8 @@ class Metrics(Collector):
     def _begin_drafter(self, name: str | None, baseline: Baseline | None) -> None:
         self.drafter = name
         self.baseline = baseline
-        self.watch = None if baseline is None else DriftWatch(baseline)
-        self.drafter_watch = None if baseline is None else DrafterWatch(baseline)
+        self.watch = None if baseline is None else DriftMonitor(baseline)
+        self.drafter_monitor = None if baseline is None else DrafterMonitor(baseline)
         self._drafter_sums = DrafterSums()
         self._warned = False  # of a drafter that looks like another target's
 
@@ -108,7 +108,7 @@ class Metrics(Collector):
             self._begin_drafter(name, baseline)
             self.stats = replace(self.stats)
             self.stats.begin_drafter()
-            self.history.begin_anew()
+            self.history.restart()
             self._add({"drafter_swaps": {"exchanged": 1}})
 
     def on_stats(self, stats: EngineStats) -> None:
@@ -163,10 +163,10 @@ class Metrics(Collector):
                 self._add({"ttft": {"seconds": metrics.time_to_first_token, "requests": 1}})
             self._add({template: metrics.acceptance.tally})
             self._add(by_context(metrics.rounds))
-            if self.watch is not None and not traits.is_mixed:
+            if self.watch is not None and not traits.has_two_drafters:
                 self.watch.on_finished(metrics, traits._replace(template=template))
-            if self.drafter_watch is not None and self.drafter_watch.is_due:
-                self.drafter_watch.check(self.history.latest(self.history.kept))
+            if self.drafter_monitor is not None and self.drafter_monitor.is_due:
+                self.drafter_monitor.check(self.history.latest(self.history.kept))
 
     def on_rejected(self, reason: str) -> None:
         """Count a request that was refused before the engine saw it."""
@@ -197,7 +197,7 @@ class Metrics(Collector):
         buckets = zip((*map(str, _TOKEN_GAP_EDGES), "+Inf"), counts, strict=True)
         gaps.add_metric((self.model_name,), list(buckets), total["token_gap_seconds"][""])
         drafted, accepted = stats.acceptance.drafted_by_depth, stats.acceptance.accepted_by_depth
-        estimate, watch, drafter_watch = speed_up(recent, stats), self.watch, self.drafter_watch
+        estimate, watch, drafter_monitor = speed_up(recent, stats), self.watch, self.drafter_monitor
         reliability = Reliability.merge(reliability_of(total, kind) for kind in KINDS).sums
         values: dict[str, Any] = {  # numbers, by label where there is one; None: not known, and not exposed
             "spec_decode_num_drafts": stats.acceptance.rounds,
@@ -209,11 +209,11 @@ class Metrics(Collector):
             "kv_cache_usage_perc": kv_use(stats),
             "spec_decode_hopeless": float(stats.acceptance.is_hopeless),
             "spec_decode_fallback": float(stats.drafter_failure is not None),
-            "spec_decode_acceptance_drift": None if watch is None else watch.certain_fall,
+            "spec_decode_acceptance_drift": None if watch is None else watch.significant_drop,
             "spec_decode_state_growth": dict(enumerate(growth_of(whole).by_depth)),
             "spec_decode_calibration_error": {kind: reliability_of(whole, kind).error for kind in KINDS},
-            "spec_decode_state_growth_drift": None if drafter_watch is None else drafter_watch.growth_drift,
-            "spec_decode_calibration_drift": None if drafter_watch is None else drafter_watch.calibration_drift,
+            "spec_decode_state_growth_drift": None if drafter_monitor is None else drafter_monitor.growth_drift,
+            "spec_decode_calibration_drift": None if drafter_monitor is None else drafter_monitor.calibration_drift,
             "server_info": {self.version: 1.0},
             "spec_decode_fallback_ratio": recent.fallback_ratio,
             "spec_decode_depth": None if stats.choice is None else stats.choice.arm.depth,

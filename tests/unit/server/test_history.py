@@ -8,7 +8,7 @@ from fledge.engine.arms import Arm
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.protocol import EngineStats
-from fledge.server.history import HistoryInterval, SpeculationNote, SpeedUp, explain, speed_up
+from fledge.server.history import HistoryInterval, SpeculationNote, SpeedupEstimate, explain, speed_up
 from fledge.server.prompts import Template
 
 
@@ -32,7 +32,7 @@ def _acceptance(*rounds: tuple[int, int, int]) -> AcceptanceStatistics:
 Rounds = Mapping[tuple[int, int], tuple[int, int]]  # (batch, depth) -> rounds, tokens
 
 
-def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
+def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedupEstimate:
     return speed_up(_seen(rounds), EngineStats(costs=costs))
 
 

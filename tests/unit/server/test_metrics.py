@@ -10,8 +10,8 @@ from fledge.decoding.params import SamplingParams
 from fledge.engine.outputs import RequestUpdate, RoundRecord
 from fledge.engine.protocol import EngineStats
 from fledge.server.dashboard import snapshot
+from fledge.server.drift_monitor import Traits
 from fledge.server.history import History, by_context
-from fledge.server.live_drift import Traits
 from fledge.server.metrics import MAX_TEMPLATES, Metrics
 from fledge.server.prompts import Template
 from tests import engine_cases

@@ -14,9 +14,9 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.server.drafter_monitor import drafter_panel, growth_of
 from fledge.server.errors import RequestError
-from fledge.server.history import HistoryInterval, SpeedUp, explain, note, ratio, speed_up
-from fledge.server.live_drafter import drafter_panel, growth_of
+from fledge.server.history import HistoryInterval, SpeedupEstimate, explain, note, ratio, speed_up
 from fledge.server.metrics import PHASES, RECENT_INTERVALS, Metrics, kv_use
 
 TILE_INTERVALS = 5  # ten seconds: what "now" means for rates
@@ -76,8 +76,8 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         notes.insert(1, watch.note)
     elif watch is None and metrics.has_drafter:
         notes.append(note("no_baseline"))
-    if metrics.drafter_watch is not None:
-        notes += metrics.drafter_watch.notes
+    if metrics.drafter_monitor is not None:
+        notes += metrics.drafter_monitor.notes
     return {
         "server": {
             "model": metrics.model_name,
@@ -111,7 +111,9 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
     }
 
 
-def _tiles(metrics: Metrics, now: HistoryInterval, window: HistoryInterval, estimate: SpeedUp) -> dict[str, Any]:
+def _tiles(
+    metrics: Metrics, now: HistoryInterval, window: HistoryInterval, estimate: SpeedupEstimate
+) -> dict[str, Any]:
     stats, total = metrics.stats, metrics.total
     rates = _rates(now, now.intervals * metrics.history.interval_seconds)
     return {
@@ -136,7 +138,7 @@ def _tiles(metrics: Metrics, now: HistoryInterval, window: HistoryInterval, esti
     }
 
 
-def _acceptance(name: str, part: AcceptanceStatistics, estimate: SpeedUp) -> dict[str, Any]:
+def _acceptance(name: str, part: AcceptanceStatistics, estimate: SpeedupEstimate) -> dict[str, Any]:
     length = part.acceptance_length
     return {
         "name": name,

@@ -49,7 +49,7 @@ class Live:
         self.look()
 
     def look(self) -> None:
-        watch = self.metrics.drafter_watch
+        watch = self.metrics.drafter_monitor
         if watch is not None:
             watch.check(self.metrics.history.latest(self.metrics.history.kept))
 

@@ -91,7 +91,7 @@ class Traits(NamedTuple):
     template: Template = NO_TEMPLATE
     script: str = "Latin"
     temperature: float = 0.0
-    is_mixed: bool = False  # two drafters drafted for it, one after the other: it is like neither
+    has_two_drafters: bool = False  # two drafters drafted for it, one after the other: it is like neither
 
 
 class Slice(NamedTuple):
@@ -146,7 +146,7 @@ class LiveDrift:
         return self.length.ends[1] < (1 - TOLERANCE) * self.expected
 
 
-class DriftWatch:
+class DriftMonitor:
     """Compares what requests had accepted with a baseline; says in the log when they begin to differ, and when not."""
 
     def __init__(self, baseline: Baseline) -> None:
@@ -160,7 +160,7 @@ class DriftWatch:
         self._rates = lru_cache(maxsize=256)(baseline.rates)
 
     @property
-    def certain_fall(self) -> float:
+    def significant_drop(self) -> float:
         """Of the acceptance length below the baseline's, as a share of it; 0 while there is no drift."""
         return self.latest.fall if self.is_drifting and self.latest is not None else 0.0
 

@@ -15,18 +15,18 @@ from fledge.engine.outputs import RequestMetrics, RoundRecord
 from fledge.errors import ConfigError
 from fledge.evaluation.baseline import BASELINE_FILE, Baseline, BaselineCell
 from fledge.server.dashboard import snapshot
-from fledge.server.history import History
-from fledge.server.live_drift import (
+from fledge.server.drift_monitor import (
     CHECK_SECONDS,
     INTERVAL_SECONDS,
     WINDOW_INTERVALS,
-    DriftWatch,
+    DriftMonitor,
     Traits,
     script_of,
 )
+from fledge.server.history import History
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import Template
-from fledge.server.service import baseline_of
+from fledge.server.service import load_baseline
 from tests.page_service import EngineFeed
 
 GREEDY, SAMPLED = (0.6, 0.4, 0.3), (0.5, 0.3, 0.2)
@@ -45,7 +45,7 @@ class Traffic:
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
-        self.watch = DriftWatch(baseline())
+        self.watch = DriftMonitor(baseline())
 
     def send(self, requests: int, scale: float = 1.0, *, depth: int = 3, start: int = 100, **traits: object) -> None:
         """Requests whose drafts stand `scale` times as often as the baseline has it, give or take."""
@@ -96,13 +96,13 @@ def test_a_fall_is_said_once_and_its_end_once(caplog: pytest.LogCaptureFixture):
     traffic.send(60, 0.5)
     assert traffic.check()
     assert traffic.check()
-    assert 0.15 < traffic.watch.certain_fall < 0.4
+    assert 0.15 < traffic.watch.significant_drop < 0.4
     traffic.later()
     traffic.send(5)
     assert traffic.check(), "a few requests end nothing"
     traffic.send(200)
     assert not traffic.check()
-    assert traffic.watch.certain_fall == 0
+    assert traffic.watch.significant_drop == 0
     said = [record for record in caplog.records if record.name == "fledge.server"]
     assert [record.levelname for record in said] == ["WARNING", "INFO"]
     assert "against 2.30" in said[0].getMessage()
@@ -280,14 +280,14 @@ def test_a_damaged_baseline_is_named_and_does_not_keep_from_serving(
     (tmp_path / BASELINE_FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"acceptance\.json"):
         Baseline.read(tmp_path)
-    assert baseline_of(str(tmp_path)) is None
+    assert load_baseline(str(tmp_path)) is None
     (record,) = caplog.records
     assert record.getMessage().endswith("live traffic is not compared with it")
 
 
 def test_the_bundled_drafters_have_baselines_greedy_and_sampled():
     for name in DRAFTERS.values():
-        found = baseline_of(name)
+        found = load_baseline(name)
         assert found is not None
         assert {(cell.temperature, cell.depth) for cell in found.cells} == {(t, k) for t in (0, 1) for k in (5, 7, 10)}
         for cell in found.cells:

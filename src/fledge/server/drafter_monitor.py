@@ -52,7 +52,7 @@ def reliability_of(seen: HistoryInterval, kind: str) -> Reliability:
     return Reliability(sums=seen[kind, "reliability"])
 
 
-class DrafterWatch:
+class DrafterMonitor:
     """Compares growth and calibration of late with the baseline; logs when they begin to differ, and when no more.
 
     Each is a share or a difference beyond what was measured, 0 while it is within tolerance, and None where the

@@ -109,7 +109,7 @@ def test_streams_go_on_with_the_same_text_and_the_new_drafter_is_the_one_that_is
     assert after[1] != before
     page = http.get("/dashboard/data").json()
     assert page["server"]["drafter"] == NEW
-    watch, metrics = serving.service.metrics.watch, serving.service.metrics
+    watch, metrics = serving.service.metrics.drift_monitor, serving.service.metrics
     assert watch is not None
     assert metrics.baseline == watch.baseline
     # Totals of drafts are the new drafter's; requests that both drafted for say nothing of either.

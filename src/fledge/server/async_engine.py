@@ -23,7 +23,7 @@ from fledge.engine.outputs import RequestMetrics, RequestUpdate, TextPiece, Toke
 from fledge.engine.protocol import EngineInfo, EngineStats
 from fledge.errors import FledgeError
 from fledge.evaluation.baseline import Baseline
-from fledge.server.drift_monitor import Traits
+from fledge.server.drift_monitor import RequestTraits
 from fledge.server.engine_process import EngineProcess, EngineWorker
 from fledge.server.errors import RequestError, queue_full, refuse, shutting_down, timed_out
 from fledge.server.metrics import Metrics
@@ -63,7 +63,9 @@ class AsyncEngine:
         self._seeds = random.Random(seed)  # for requests without a seed
         self._reserved = 0  # requests that are being prepared
         self._running: dict[str, Generation] = {}  # by id of requests that have not ended
-        self._traits: dict[str, Traits] = {}  # of the same requests, and of aborted ones until the engine ends them
+        self._traits: dict[
+            str, RequestTraits
+        ] = {}  # of the same requests, and of aborted ones until the engine ends them
         self.compile_seconds = COMPILE_SECONDS  # timeout of one grammar
         self._compile_slots = asyncio.Semaphore(COMPILE_THREADS)
         self._calls: dict[int, asyncio.Future[FledgeError | None]] = {}  # by number; the worker has not replied yet
@@ -192,7 +194,7 @@ class AsyncEngine:
             if number % n == 0:
                 seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
             self._running[name] = generation
-            self._traits[name] = Traits(template, script, params.temperature)
+            self._traits[name] = RequestTraits(template, script, params.temperature)
             self.process.send(
                 EngineWorker.add,
                 name,
@@ -223,7 +225,7 @@ class AsyncEngine:
             generation = self._running.get(update.request_id)
             if update.finish_reason is not None:
                 self._running.pop(update.request_id, None)  # the client may still be reading
-                self._metrics.on_finished(update, self._traits.pop(update.request_id, Traits()))
+                self._metrics.on_finished(update, self._traits.pop(update.request_id, RequestTraits()))
             if generation is not None:
                 generation.put(update)
         self._metrics.on_stats(stats)

@@ -9,7 +9,7 @@ import jiter
 
 from fledge.engine.outputs import RequestMetrics
 from fledge.engine.vllm_rounds import request_metrics
-from fledge.server.drift_monitor import Traits, script_of
+from fledge.server.drift_monitor import RequestTraits, script_of
 from fledge.server.prompts import NO_TEMPLATE, Template
 from fledge.server.protocol import MAX_CHOICES, has_too_many_containers
 
@@ -28,7 +28,7 @@ class ProxiedRequest(NamedTuple):
     hides_usage: bool = False  # the proxy fields for usage at the end of the stream, the client did not
     model: str | None = None
     answers: int = 1
-    traits: Traits = Traits()
+    traits: RequestTraits = RequestTraits()
 
 
 def read_request(path: str, body: bytes, *, template: Template, reports_rounds: bool) -> ProxiedRequest:
@@ -50,7 +50,7 @@ def read_request(path: str, body: bytes, *, template: Template, reports_rounds: 
         temperature = 1.0
     if isinstance(own := fields.get("chat_template"), str):
         template = Template.of("client", own)
-    traits = Traits(
+    traits = RequestTraits(
         template=template if path == CHAT else NO_TEMPLATE,
         script=script_of(_last_text(fields)),
         temperature=temperature,

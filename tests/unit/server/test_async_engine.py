@@ -19,7 +19,7 @@ from fledge.engine.protocol import DeadEngineError, EngineStats
 from fledge.errors import PromptError
 from fledge.server.app import drain
 from fledge.server.async_engine import AsyncEngine, Generation, TextDelta
-from fledge.server.drift_monitor import Traits
+from fledge.server.drift_monitor import RequestTraits
 from fledge.server.engine_process import EngineWorker
 from fledge.server.errors import RequestError
 from fledge.server.prompts import Template
@@ -37,13 +37,13 @@ class Recorder:
     def __init__(self) -> None:
         self.stats: list[EngineStats] = []
         self.finished: list[RequestUpdate] = []
-        self.traits: list[Traits] = []
+        self.traits: list[RequestTraits] = []
         self.rejected: list[str] = []
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats.append(stats)
 
-    def on_finished(self, last: RequestUpdate, traits: Traits) -> None:
+    def on_finished(self, last: RequestUpdate, traits: RequestTraits) -> None:
         self.finished.append(last)
         self.traits.append(traits)
 

@@ -49,9 +49,9 @@ class Live:
         self.look()
 
     def look(self) -> None:
-        watch = self.metrics.drafter_monitor
-        if watch is not None:
-            watch.check(self.metrics.history.latest(self.metrics.history.kept))
+        monitor = self.metrics.drafter_monitor
+        if monitor is not None:
+            monitor.check(self.metrics.history.latest(self.metrics.history.kept))
 
     def forget(self) -> None:
         """What was of late is long ago."""
@@ -126,4 +126,4 @@ def test_without_figures_in_the_baseline_nothing_is_compared():
 def test_telling_is_brief_where_nothing_is_new():
     live = Live(None)
     live.send([1.0, 1.1, 1.2, 1.3, 1.4])
-    assert live.metrics._drafter_sums.fresh(live.feed.stats) == {}
+    assert live.metrics._drafter_counts.since_last(live.feed.stats) == {}

@@ -172,7 +172,7 @@ def inflate(
     seed: int = 0,
     quiet: bool = False,
 ) -> None:
-    """Enlarge a Llama and its EAGLE-3 drafters without changing their output.
+    """Enlarge a Llama and its EAGLE-3 drafters, with the same output.
 
     This measures real acceptance at the cost of a larger model. In float32 the tokens are identical.
     """

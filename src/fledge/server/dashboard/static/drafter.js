@@ -1,11 +1,11 @@
-// Two curves of the drafter: how its state grows with depth, and how often it is right where it is how sure.
+// Two plots of the drafter: growth of its state with depth, and acceptance against confidence.
 
 import { compact, html, niceCeiling, percent, svg } from "./charts.js";
 
 const HEIGHT = 220, LEFT = 50, RIGHT = 14, TOP = 10, BOTTOM = 34;
-const LARGEST = 9, SMALLEST = 2.5; // radius of a point, by the share of the drafts in it
+const LARGEST = 9, SMALLEST = 2.5; // radius of a point, by its share of the drafts
 
-// A plot of curves: [{name, style, points: [{x, y, size}]}]; x and y go from 0, or `low`, to the ends of their axes.
+// A plot of curves: [{name, style, points: [{x, y, size}]}]; axes begin at 0, or at `low`.
 class Curves {
   constructor(host, { title, unit, across, empty }) {
     Object.assign(this, { title, across, empty, curves: [], axes: null });

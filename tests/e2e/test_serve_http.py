@@ -332,3 +332,23 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
         for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
             refusal(http.post(path, json=body), 400)
         refusal(http.post(COMPLETIONS, json={"prompt": [1], "guided_regex": "a"}), 400)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call"}]}, "input"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"max_output_tokens": MAX_MODEL_LEN + 1}, "max_output_tokens"),
+        ({"text": {"format": "json"}}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"reasoning": {"effort": 5}}, "reasoning"),
+        ({"temperature": -1}, "temperature"),
+    ],
+    ids=str,
+)
+def test_the_responses_api_names_its_own_fields(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    error = refusal(http.post(RESPONSES, json={"input": "a", "max_output_tokens": 2, **fields}), 400)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")

@@ -8,12 +8,29 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from fledge.server.completions import OpenAIResponse, event
-from fledge.server.errors import refuse
+from fledge.server.errors import RequestError, refuse
 from fledge.server.parsers import Delta
 from fledge.server.protocol import ChatRequest, ResponsesRequest, parse
 
 # Type of item -> type of its content part, and name of the events on its text.
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+
+# Field of the chat request -> field of the Responses API that it is made of.
+_FIELDS = {
+    "messages": "input",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+}
+
+
+def with_own_field(error: RequestError) -> RequestError:
+    """Name the field of the Responses API in an error about the chat request."""
+    if error.param not in _FIELDS:
+        return error
+    field, message = _FIELDS[error.param], str(error).removeprefix(f"{error.param}: ")
+    return RequestError(f"{field}: {message}", status=error.status, param=field, code=error.code)
 
 
 def to_chat_request(request: ResponsesRequest) -> ChatRequest:

@@ -5,6 +5,7 @@ import itertools
 from dataclasses import replace
 
 from fledge import __version__
+from fledge.errors import FledgeError
 from fledge.server.async_engine import AsyncEngine, Generation
 from fledge.server.base_service import BaseService, load_baseline
 from fledge.server.completions import ChatChoice, CompletionChoice, OpenAIResponse, TokenTexts, token_texts
@@ -26,7 +27,7 @@ from fledge.server.protocol import (
 )
 from fledge.server.reasoning_parsers import reasoning_parser
 from fledge.server.request_log import RequestLogEntry
-from fledge.server.responses_api import ResponsesApiResponse, to_chat_request
+from fledge.server.responses_api import ResponsesApiResponse, to_chat_request, with_own_field
 from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
 from fledge.server.tool_parsers import HermesParser, tool_parser
 
@@ -125,7 +126,10 @@ class Service(BaseService):
     async def respond(self, request: ResponsesRequest, entry: RequestLogEntry) -> ResponsesApiResponse:
         """Submit a request of the Responses API."""
         self._check_length("max_output_tokens", request.max_output_tokens)
-        return ResponsesApiResponse(request, await self.chat(to_chat_request(request), entry))
+        try:
+            return ResponsesApiResponse(request, await self.chat(to_chat_request(request), entry))
+        except FledgeError as refused:
+            raise with_own_field(RequestError.of(refused)) from None
 
     async def complete(self, request: CompletionRequest, entry: RequestLogEntry) -> OpenAIResponse:
         """Submit a completion request."""

@@ -77,7 +77,9 @@ def test_growth_and_calibration_like_the_baseline_are_told_and_no_drift():
     assert page["growth"][2] == {"value": pytest.approx(1.4), "rounds": 300, "baseline": 1.4}
     greedy = page["reliability"]["greedy"]
     assert greedy["bins"][8] == {"drafts": 600, "confidence": 0.85, "accepted": 0.85, "baseline": [0.85, 0.85]}
-    assert page["words"][0].startswith("At depth 3 the norm of the drafter's hidden state is 1.40 times that at depth 1")
+    assert page["words"][0].startswith(
+        "At depth 3 the norm of the drafter's hidden state is 1.40 times that at depth 1"
+    )
     assert "well calibrated: mean confidence 85%, acceptance rate 85% (calibration error 0.00)" in page["words"][1]
 
 

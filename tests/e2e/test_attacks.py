@@ -18,7 +18,7 @@ import pytest
 
 from fledge.server import connections
 from fledge.server.structured import COMPILE_SECONDS
-from tests.e2e.test_serve_http import CHAT, COMPLETIONS, HELLO, post, refusal
+from tests.e2e.test_serve_http import CHAT, COMPLETIONS, HELLO, RESPONSES, post, refusal
 from tests.e2e.test_serve_load import Process
 from tests.serving import Serving, make_service
 
@@ -209,3 +209,6 @@ def test_cached_prefixes_are_not_shared_between_keys() -> None:
         assert cached("second") == 0
         assert cached("second") > 0
         assert cached("second", cache_salt="mine") == 0
+        body = {"input": "a", "max_output_tokens": 1, "cache_salt": "x" * 1024}  # the longest, with any key
+        answer = httpx.post(serving.url + RESPONSES, json=body, headers={"Authorization": "Bearer first"})
+        assert answer.status_code == 200, answer.text

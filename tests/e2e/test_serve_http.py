@@ -345,6 +345,7 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"reasoning": {"effort": 5}}, "reasoning"),
         ({"temperature": -1}, "temperature"),
+        ({"cache_salt": 5}, "cache_salt"),
     ],
     ids=str,
 )

@@ -201,7 +201,7 @@ async def _respond(
         if client_id is None and (client_id := valid_request_id(getattr(parsed, "request_id", None))) is not None:
             headers["X-Request-Id"] = entry.id = f"{prefix}-{client_id}"
         # Each key has prefixes of its own in the cache, so response times reveal nothing about others' prompts.
-        parsed.cache_salt = f"{owner}{getattr(parsed, 'cache_salt', None) or ''}" or None
+        parsed.cache_salt = f"{owner}{parsed.cache_salt or ''}" or None
         response = await generate(parsed, entry)
         if parsed.stream:
             is_streamed = True

@@ -54,6 +54,7 @@ _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)  # complete or not; possessive, so linear
 _Bias = Annotated[float, Field(ge=-100, le=100)]
+_Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 def has_too_many_containers(text: bytes) -> bool:
@@ -122,9 +123,7 @@ class SamplingRequest(ApiModel):
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
     request_id: str | None = None  # the last part of the response's id, unless there is a header X-Request-Id
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = (
-        None  # only requests with the same salt share prefixes
-    )
+    cache_salt: _Salt | None = None  # only requests with the same salt share prefixes
     priority: Annotated[_Int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = 0  # lower is earlier
     prompt_logprobs: _Int | None = None
     response_format: dict[str, Any] | None = None
@@ -284,6 +283,7 @@ class ResponsesRequest(ApiModel):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
+    cache_salt: _Salt | None = None
 
 
 class DrafterRequest(ApiModel):

@@ -66,7 +66,9 @@ def to_chat_request(request: ResponsesRequest) -> ChatRequest:
         "response_format": text_format,
         "reasoning_effort": (request.reasoning or {}).get("effort"),
     }
-    return parse(ChatRequest, {**(request.model_extra or {}), **fields, "n": 1})
+    chat = parse(ChatRequest, {**(request.model_extra or {}), **fields, "n": 1})
+    chat.cache_salt = request.cache_salt  # it is checked already, and longer now by the digest of the API key
+    return chat
 
 
 def _nested(value: Mapping[str, Any], where: str) -> dict[str, Any]:

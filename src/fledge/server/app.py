@@ -78,9 +78,8 @@ def _proxy_app(service: BaseService) -> FastAPI:
     """The application in front of a vLLM: the dashboard, and vLLM's own endpoints."""
     assert isinstance(service, VllmProxy)
     app = _app(service, openapi_url=None)
-    app.user_middleware.append(
-        Middleware(vllm_proxy.ForwardPosts, proxy=service)
-    )  # after the middleware that refuses requests
+    # Added last, so it runs after the middleware that refuses requests.
+    app.user_middleware.append(Middleware(vllm_proxy.ForwardPosts, proxy=service))
     app.include_router(admin.router(service))
     app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
     app.include_router(vllm_proxy.router(service))  # the last: it has a catch-all route
@@ -210,9 +209,7 @@ def run(
     `on_ready` is called with the port when the server listens. `settings`: as in `http_config`.
     """
     server = DrainingServer(http_config(service, **settings), service, on_ready)
-    listener.setsockopt(
-        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-    )  # else closed connections would block the port after a stop
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else old connections block the port
     gc.collect()
     gc.freeze()  # collections do not scan these objects again, which would delay all streams
     server.run(sockets=[listener])

@@ -138,9 +138,7 @@ class AsyncEngine:
             message = "too many grammars are being compiled; try again"
             raise RequestError(message, status=503, param=grammar.param, retry_after=1) from None
         done = self._call(EngineWorker.compile, grammar)
-        done.add_done_callback(
-            lambda _: self._compile_slots.release()
-        )  # its thread is busy until then, whether we wait or not
+        done.add_done_callback(lambda _: self._compile_slots.release())  # its thread is busy until then
         try:
             error = await asyncio.wait_for(asyncio.shield(done), seconds)
         except TimeoutError:

@@ -18,8 +18,8 @@ from fledge.engine.arms import Arm
 from fledge.engine.outputs import RequestMetrics, RequestUpdate, RoundRecord
 from fledge.engine.protocol import EngineStats, PhaseSeconds, RoundReport
 from fledge.server.dashboard import router
+from fledge.server.drift_monitor import RequestTraits
 from fledge.server.history import History
-from fledge.server.live_drift import Traits
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import Template
 from tests.ports import free_port
@@ -103,7 +103,7 @@ class EngineFeed:
         }
         metrics = RequestMetrics(**{**values, **changes})
         last = RequestUpdate("r", [], finish_reason=finish_reason, metrics=metrics)
-        self.metrics.on_finished(last, Traits(Template(template, "0123456789abcdef"), script, temperature))
+        self.metrics.on_finished(last, RequestTraits(Template(template, "0123456789abcdef"), script, temperature))
 
 
 @contextlib.contextmanager

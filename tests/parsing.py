@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fledge.server.parsers import Delta, whole_message
+from fledge.server.parsers import Delta, merge_deltas
 
 Calls = list[tuple[str, str]]  # names and arguments
 
 
 def assembled(deltas: Sequence[Delta]) -> tuple[str | None, Calls]:
     """Return the content of an answer, None if there is none, and its calls."""
-    message = whole_message(deltas)
+    message = merge_deltas(deltas)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     return message["content"] or None, calls
 

@@ -16,7 +16,7 @@ import yaml
 
 from fledge.engine.vllm_options import ALIASES, FOREIGN_NOW, HONOURED, VLLM_VERSION, reason_of
 from fledge.server import api
-from fledge.server.protocol import NOT_SERVED, ChatRequest, CompletionRequest
+from fledge.server.protocol import UNSUPPORTED_PATHS, ChatRequest, CompletionRequest
 from fledge.server.reasoning_parsers import REASONING_PARSERS
 from fledge.server.tool_parsers import TOOL_PARSERS
 
@@ -71,8 +71,8 @@ def endpoints(names: Sequence[str]) -> Iterator[Row]:
     """Each path."""
     served = {getattr(route, "path", "") for route in api.router(MagicMock()).routes}
     for name in names:
-        state = HONOUR if name in served else REFUSED if name in NOT_SERVED else ABSENT
-        yield name, state, NOT_SERVED.get(name, "") if state == REFUSED else ""
+        state = HONOUR if name in served else REFUSED if name in UNSUPPORTED_PATHS else ABSENT
+        yield name, state, UNSUPPORTED_PATHS.get(name, "") if state == REFUSED else ""
 
 
 def metrics(names: Sequence[str]) -> Iterator[Row]:

@@ -18,7 +18,7 @@ import pytest
 
 from fledge.server import connections
 from fledge.server.structured import COMPILE_SECONDS
-from tests.e2e.test_serve_http import CHAT, COMPLETIONS, HELLO, post, refusal
+from tests.e2e.test_serve_http import CHAT, COMPLETIONS, HELLO, RESPONSES, post, refusal
 from tests.e2e.test_serve_load import Process
 from tests.serving import Serving, make_service
 
@@ -127,7 +127,7 @@ def test_tool_schemas_are_read_outside_the_event_loop(serving: Serving, monkeypa
 def test_bodies_that_never_end_have_a_budget(
     serving: Serving, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fledge.server.api.MAX_BODIES_BYTES", 2**20)
+    monkeypatch.setattr("fledge.server.api.MAX_TOTAL_BODY_BYTES", 2**20)
     monkeypatch.setattr(connections, "HEAD_SECONDS", 60)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 2000000\r\n\r\n"
@@ -169,7 +169,7 @@ def test_connections_have_a_limit_and_those_that_say_nothing_go_first(
 def test_accept_errors_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         loop = asyncio.get_running_loop()
-        connections.tell_accept_errors_once(loop)
+        connections.limit_accept_error_logs(loop)
         for _ in range(2000):
             error = OSError(24, "Too many open files")
             loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": error})
@@ -209,3 +209,6 @@ def test_cached_prefixes_are_not_shared_between_keys() -> None:
         assert cached("second") == 0
         assert cached("second") > 0
         assert cached("second", cache_salt="mine") == 0
+        body = {"input": "a", "max_output_tokens": 1, "cache_salt": "x" * 1024}  # the longest, with any key
+        answer = httpx.post(serving.url + RESPONSES, json=body, headers={"Authorization": "Bearer first"})
+        assert answer.status_code == 200, answer.text

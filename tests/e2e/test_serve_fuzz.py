@@ -69,6 +69,27 @@ CHAT = {
 REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": ({"messages": MESSAGES[:1], "max_tokens": 1}, SHARED | CHAT),
     "/v1/completions": ({"prompt": "Hi", "max_tokens": 1}, {"prompt": ["Hi", "you"], "logprobs": 1, "echo": True}),
+    "/v1/responses": (
+        {"input": "Hi", "max_output_tokens": 1},
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+                {"type": "reasoning", "summary": []},
+                {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "seen"},
+            ],
+            "instructions": "Look.",
+            "stream": True,
+            "temperature": 0.5,
+            "tools": [{"type": "function", **TOOL["function"]}],
+            "tool_choice": {"type": "function", "name": "look"},
+            "parallel_tool_calls": False,
+            "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
+            "reasoning": {"effort": "low"},
+            "request_id": "a",
+            "cache_salt": "b",
+        },
+    ),
     "/tokenize": ({}, {"prompt": "Hi", "messages": MESSAGES}),
     "/detokenize": ({"tokens": [1]}, {"tokens": [1, 2], "model": "tiny"}),
 }

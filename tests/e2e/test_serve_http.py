@@ -12,7 +12,7 @@ import pytest
 from fledge import LLM
 from tests.serving import MAX_MODEL_LEN, MODEL, Serving, make_llm, make_service, pair_directory
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -54,6 +54,7 @@ def post(http: httpx.Client, path: str, body: bytes | str, **headers: str) -> ht
         b'"text"',
         b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "x": [{"y": -1e999}]}',
         b'{"prompt": "\xff\xfe"}',
         b'{"prompt": "\\ud800"}',
         b'{"prompt": "a", "model": "\\udfff"}',
@@ -65,7 +66,7 @@ def post(http: httpx.Client, path: str, body: bytes | str, **headers: str) -> ht
     ],
     ids=lambda body: repr(body[:24]),
 )
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize"])
 def test_bodies_that_are_no_good_json(http: httpx.Client, path: str, body: bytes) -> None:
     refusal(post(http, path, body), 400)
 
@@ -331,3 +332,24 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
         for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
             refusal(http.post(path, json=body), 400)
         refusal(http.post(COMPLETIONS, json={"prompt": [1], "guided_regex": "a"}), 400)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call"}]}, "input"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"max_output_tokens": MAX_MODEL_LEN + 1}, "max_output_tokens"),
+        ({"text": {"format": "json"}}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"reasoning": {"effort": 5}}, "reasoning"),
+        ({"temperature": -1}, "temperature"),
+        ({"cache_salt": 5}, "cache_salt"),
+    ],
+    ids=str,
+)
+def test_the_responses_api_names_its_own_fields(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    error = refusal(http.post(RESPONSES, json={"input": "a", "max_output_tokens": 2, **fields}), 400)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")

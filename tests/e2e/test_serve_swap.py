@@ -109,7 +109,7 @@ def test_streams_go_on_with_the_same_text_and_the_new_drafter_is_the_one_that_is
     assert after[1] != before
     page = http.get("/dashboard/data").json()
     assert page["server"]["drafter"] == NEW
-    watch, metrics = serving.service.metrics.watch, serving.service.metrics
+    watch, metrics = serving.service.metrics.drift_monitor, serving.service.metrics
     assert watch is not None
     assert metrics.baseline == watch.baseline
     # Totals of drafts are the new drafter's; requests that both drafted for say nothing of either.
@@ -155,7 +155,7 @@ def test_what_cannot_be_done_is_said_in_one_line_and_the_drafter_stays(
 
 
 def test_two_at_once_and_a_server_without_admins(serving: Serving, http: httpx.Client) -> None:
-    serving.service.swap._next = "another"
+    serving.service._loading_drafter = "another"
     error = swap(http, OLD)
     serving.service._next_drafter = None
     assert (error.status_code, error.json()["error"]["code"]) == (409, "swap_under_way")

@@ -1,1 +1,1 @@
-"""The command line: one file per verb. A command parses, builds a config and calls; it holds no logic."""
+"""The command line. A command parses its options, builds a config and calls a library function."""

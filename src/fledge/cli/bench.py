@@ -1,4 +1,4 @@
-"""`fledge bench`: how fast, measured. What imports torch or matplotlib is imported where it is needed."""
+"""`fledge bench`: benchmarks. Imports of torch and matplotlib are in the functions."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fledge.checkpoints.source import DRAFTERS, TARGET
-from fledge.cli.command import leave, numbers, one_of, options, run_bench, settings_of
+from fledge.cli.command import check_choice, exit_with, from_options, options, parse_numbers, run_bench
 from fledge.cli.tune import run_tune
 from fledge.cli.vllm_command import EngineCommand
 from fledge.engine.config import MAX_DEPTH, EngineConfig
@@ -50,7 +50,10 @@ def rounds(
     place = choose_device(device)
     on_gpu = place.type == "cuda"
     precision = choose_dtype(dtype) or (torch.bfloat16 if on_gpu else torch.float32)
-    depths, sizes = numbers("depth", depth, int, 0, MAX_DEPTH), numbers("concurrency", concurrency, int, 1, 512)
+    depths, sizes = (
+        parse_numbers("depth", depth, int, 0, MAX_DEPTH),
+        parse_numbers("concurrency", concurrency, int, 1, 512),
+    )
     console = Console(stderr=True)
     options = EngineConfig(kv_cache_dtype=kv_cache_dtype, enforce_eager=enforce_eager, batch_invariant=batch_invariant)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
@@ -126,11 +129,10 @@ def offline(
 ) -> None:
     """Measure drafters, depths and trees against no speculation.
 
-    So many requests are in flight at all times, and contenders take turns on the same prompts. Speed is that of the
-    engine, without text and HTTP: `bench serve` measures those too. With --engine vllm the same is measured of vLLM, in
-    the same table.
+    Concurrency is constant, and contenders take turns on the same prompts. This is the speed of the engine, without
+    detokenization and HTTP, which `bench serve` includes. --engine vllm adds vLLM to the same table.
     """
-    one_of("engine", backend, ("fledge", "vllm"))
+    check_choice("engine", backend, ("fledge", "vllm"))
     if drafter is None and target is not None:
         raise ConfigError("--target needs a --drafter: the bundled drafters are for the bundled target")
     target = target or TARGET
@@ -140,13 +142,15 @@ def offline(
     from fledge.evaluation.results import Load  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
 
-    settings = settings_of(
+    settings = from_options(
         OfflineSettings,
         locals(),
         drafters=tuple(DRAFTERS.values() if drafter is None else drafter),
-        modes=tuple(draft_modes(numbers("depth", depth, int, 1, MAX_DEPTH), tree, schedule or (), adaptive=adaptive)),
+        modes=tuple(
+            draft_modes(parse_numbers("depth", depth, int, 1, MAX_DEPTH), tree, schedule or (), adaptive=adaptive)
+        ),
         workloads=load_workloads(workload or ["mt_bench"], sample=sample, seed=seed, whole_groups=True),
-        loads=tuple(Load(concurrency=one) for one in numbers("concurrency", concurrency, int, 1, 512)),
+        loads=tuple(Load(concurrency=one) for one in parse_numbers("concurrency", concurrency, int, 1, 512)),
         notes=tuple(note or ()),
         vllm=backend == "vllm",
         vllm_options=tuple(vllm_option or ()),
@@ -168,9 +172,9 @@ def inflate(
     seed: int = 0,
     quiet: bool = False,
 ) -> None:
-    """Enlarge a Llama and its EAGLE-3 drafters; they say the same.
+    """Enlarge a Llama and its EAGLE-3 drafters, with the same output.
 
-    Real acceptance can then be measured at the cost of a model of that size. In float32 the tokens are the same.
+    This measures real acceptance at the cost of a larger model. In float32 the tokens are identical.
     """
     sources, places = drafter or [], drafter_out or []
     if len(sources) != len(places):
@@ -184,7 +188,7 @@ def inflate(
     drafters = tuple(zip(sources, places, strict=True))
     own = {"shape_name": shape, "shape": config, "dtype": choose_dtype(dtype), "pad_vocab": not small_vocab}
     with Progress(quiet=quiet).task("writing", config.num_layers + len(sources)) as advance:
-        write_inflated(settings_of(Inflation, locals(), **own), advance)
+        write_inflated(from_options(Inflation, locals(), **own), advance)
     for place in (destination, *places):
         print(f"wrote {place}", file=sys.stderr)
 
@@ -226,7 +230,7 @@ def serve(
     """Load OpenAI-compatible servers in turns, and compare them.
 
     Every request is streamed and timed. A server that fails is labelled, has no ratio, and makes the exit status 1.
-    Prefix caches work as the servers have them: switch them off there to measure the reading of prompts.
+    Prefix caching is up to the servers: disable it there to measure prefill.
     """
     if tune:
         run_tune(locals())
@@ -237,15 +241,15 @@ def serve(
         raise ConfigError(f"--endpoint: found '{endpoint}', allowed is chat or completions")
 
     from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415
-    from fledge.cli.servers import read_servers, without_secrets  # noqa: PLC0415
+    from fledge.cli.bench_servers import read_servers, without_secrets  # noqa: PLC0415
     from fledge.evaluation.results import Load  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
     from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
 
     concurrency = "1,4,16,64" if concurrency is None and rate is None else concurrency
-    many = [] if concurrency is None else numbers("concurrency", concurrency, int, 1, 4096)
-    rates = [] if rate is None else numbers("rate", rate, float, 1e-5, 1e5)
-    settings = settings_of(
+    many = [] if concurrency is None else parse_numbers("concurrency", concurrency, int, 1, 4096)
+    rates = [] if rate is None else parse_numbers("rate", rate, float, 1e-5, 1e5)
+    settings = from_options(
         ServeSettings,
         locals(),
         servers=read_servers(
@@ -275,9 +279,9 @@ def report(
     note_file: Path | None = None,
     quiet: bool = False,
 ) -> None:
-    """Turn results into one HTML page with a verdict in words.
+    """Turn results into one HTML page with a verdict.
 
-    Several files become several parts of the page. Every figure comes with its interval; what is not whole is labelled.
+    Several files become several parts of the page. All figures have intervals; incomplete results are labelled.
     """
     from fledge.bench.report import BenchReport, print_verdicts  # noqa: PLC0415
     from fledge.bench.summary import summaries  # noqa: PLC0415
@@ -286,7 +290,7 @@ def report(
 
     several = [read_results(file) for file in files]
     titles = [one.title for one in several]
-    for i, name in enumerate(distinct_names(files)):  # two of one title are told apart by their files
+    for i, name in enumerate(distinct_names(files)):  # results with the same title get the names of their files
         if titles.count(titles[i]) > 1:
             several[i] = replace(several[i], title=f"{titles[i]} ({name})")
     try:
@@ -324,13 +328,13 @@ def compare(
     show_all: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Say what changed from A to B beyond noise, and what is missing.
+    """Show significant changes from A to B, and what is missing.
 
-    Cells are matched by contender, workload and load. A change is one whose interval leaves out 1 and that is larger
-    than the threshold. Results of different machines are compared by their ratios, each to its own baseline.
+    Cells are matched by contender, workload and load. A change must exceed the threshold, and its interval exclude 1.
+    Results of different machines are compared by their ratios to their own baselines.
     """
     if fail_on is not None:
-        one_of("fail-on", fail_on, ("regression", "change"))
+        check_choice("fail-on", fail_on, ("regression", "change"))
     if relative and across_machines:
         raise ConfigError("--relative and --across-machines contradict each other; leave one out")
 
@@ -340,7 +344,7 @@ def compare(
 
     names = tuple(dict.fromkeys(metric or METRICS))
     for name in names:
-        one_of("metric", name, METRICS)
+        check_choice("metric", name, METRICS)
     diff = find_changes(
         read_results(a),
         read_results(b),
@@ -362,4 +366,4 @@ def compare(
         table = diff.table(show_all=show_all)
         console.print(*(table.to_rich(console.width) if table.rows else ()), *diff.tally, sep="\n")
     if failures:
-        leave(1, *(f"failed: {line}" for line in failures))
+        exit_with(1, *(f"failed: {line}" for line in failures))

@@ -1,4 +1,4 @@
-"""`fledge inspect` and `fledge convert`: what a checkpoint is, whether it fits a target, and it in another format."""
+"""`fledge inspect` and `fledge convert`: describe and check a checkpoint, and write it in another format."""
 
 import json
 from dataclasses import asdict
@@ -25,7 +25,7 @@ def inspect(
     try_flags: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Say what a checkpoint is and whether it fits its target.
+    """Describe a checkpoint and check whether it fits its target.
 
     Exit status: 0 sound, 1 with contract errors (one line each), 2 unreadable.
     """
@@ -43,7 +43,7 @@ def inspect(
         drafter = read_drafter(directory)
         description = describe_drafter(drafter, target_config, target_directory)
         if try_flags and target is not None:
-            description |= _tried(drafter, target)
+            description |= _try_flags(drafter, target)
     elif target is not None:
         raise CheckpointError(f"{directory}: not an EAGLE drafter, so there is nothing to check against --target")
     else:
@@ -57,7 +57,7 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _tried(drafter: "DrafterCheckpoint", target: str) -> dict[str, Any]:
+def _try_flags(drafter: "DrafterCheckpoint", target: str) -> dict[str, Any]:
     from fledge.evaluation import flags  # noqa: PLC0415 - imports torch
 
     readings = flags.try_flags(drafter, target, Progress())
@@ -71,7 +71,7 @@ def _print(description: dict[str, Any], target: str | None) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     rows = Environment(trim_blocks=True, lstrip_blocks=True)
-    rows.filters["short"] = short
+    rows.filters["short"] = format_count
     template = rows.from_string(Path(__file__).with_name("inspect.jinja").read_text(encoding="utf-8"))
     for line in template.render(description).splitlines():
         table.add_row(*line.split(": ", 1))
@@ -109,8 +109,8 @@ def _print_readings(description: dict[str, Any]) -> None:
         typer.echo(f"warning: {description['advice']}")
 
 
-def short(number: float) -> str:
-    """As in 12.3M."""
+def format_count(number: float) -> str:
+    """Format a number such as 12.3M."""
     for unit in ("", "k", "M"):
         if number < 1000:
             return f"{number:.4g}{unit}"

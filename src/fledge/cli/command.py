@@ -1,6 +1,6 @@
-"""What verbs share: options as help.toml and `EngineConfig` describe them, how they are read, and how a run ends.
+"""Shared parts of the commands: option definitions from help.toml and `EngineConfig`, parsing of values, exits.
 
-Importing this imports no torch: `--help` must be quick.
+Importing this does not import torch: `--help` must be quick.
 """
 
 import functools
@@ -34,9 +34,9 @@ _HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="
 
 
 def options(verb: str, *engine: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a command: help.toml says what its parameters are called, allow, and are for.
+    """Decorate a command: help.toml has names, limits and help texts of its parameters.
 
-    It also takes these options of `EngineConfig`, and gets their values as one mapping, `engine`.
+    `engine`: options of `EngineConfig` to add. The command gets their values as one mapping, `engine`.
     """
     texts = {**_HELP["shared"], **_HELP[verb]}
 
@@ -45,7 +45,7 @@ def options(verb: str, *engine: str) -> Callable[[Callable[..., None]], Callable
         values = {"help": text} if isinstance(text, str) else dict(text)
         make = typer.Argument if values.pop("argument", False) else typer.Option
         name = values.pop("name", None)
-        if parameter.default is False:  # a switch without a `--no-`
+        if parameter.default is False:  # a flag without `--no-`
             name = name or f"--{parameter.name.replace('_', '-')}"
         info = make(**values) if name is None else make(name, **values)
         return parameter.replace(annotation=Annotated[parameter.annotation, info])
@@ -67,14 +67,14 @@ def options(verb: str, *engine: str) -> Callable[[Callable[..., None]], Callable
 
 def _engine_option(field: Field[Any]) -> inspect.Parameter:
     flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}
-    more: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
+    more: dict[str, Any] = {"parser": parse_token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
     option = typer.Option(*flags.get(field.name, ()), help=field.metadata["help"], **more)
     hint, kind = get_type_hints(EngineConfig)[field.name], inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(field.name, kind, default=field.default, annotation=Annotated[hint, option])
 
 
-def token_count(text: str) -> int | None:
-    """Read vLLM's ways to write a length: 4096, 4k (4000), 4K (4096), auto."""
+def parse_token_count(text: str) -> int | None:
+    """Parse a length as vLLM does: 4096, 4k (4000), 4K (4096), auto."""
     if text in ("auto", "-1"):
         return None
     factors = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
@@ -82,14 +82,14 @@ def token_count(text: str) -> int | None:
     try:
         return int(float(number) * factor)
     except (ValueError, OverflowError):
-        # No ConfigError: that is a ValueError too, of which click makes its own three lines.
+        # Not a ConfigError: click would catch it as a ValueError and print three lines.
         raise FledgeError(f"--max-model-len: found '{text}', expected a number, 4k or auto") from None
 
 
 def read_speculation(
     drafter: str | None, config: str | None, depth: int | None, tree: tuple[int, int] | None
 ) -> SpeculativeConfig | None:
-    """Return vLLM's JSON `config`, or the options that stand for the usual parts of it, as a speculative config."""
+    """Return the speculative config from vLLM's JSON (`config`) or from the separate options."""
     width, budget = tree or (None, None)
     values = {"model": drafter, "num_speculative_tokens": depth, "tree_width": width, "tree_budget": budget}
     given = {name: value for name, value in values.items() if value is not None}
@@ -102,10 +102,10 @@ def read_speculation(
     return SpeculativeConfig.from_dict(given) if given else None
 
 
-def numbers(
+def parse_numbers(
     option: str, text: str, kind: type[_Number], low: float = -math.inf, high: float = math.inf
 ) -> list[_Number]:
-    """Read the value of an option: numbers from `low` to `high`, separated by commas."""
+    """Parse comma-separated numbers from `low` to `high`."""
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
@@ -117,8 +117,8 @@ def numbers(
     return found
 
 
-def json_object(option: str, text: str | None) -> dict[str, Any]:
-    """Read the value of an option; empty, if it is not given."""
+def parse_json_object(option: str, text: str | None) -> dict[str, Any]:
+    """Parse a JSON object; None is an empty one."""
     try:
         values = parse_json(text or "{}")
     except ValueError:
@@ -128,14 +128,14 @@ def json_object(option: str, text: str | None) -> dict[str, Any]:
     return values
 
 
-def one_of(option: str, value: str, known: Iterable[str]) -> None:
-    """Refuse a value that an option does not know."""
+def check_choice(option: str, value: str, known: Iterable[str]) -> None:
+    """Raise ConfigError for an unknown value of an option."""
     if value not in (names := list(known)):
         raise ConfigError(f"--{option}: unknown {option} '{value}'.{nearest_name_hint(value, names)}")
 
 
-def models(target: str | None, drafters: Sequence[str] | None) -> tuple[str, tuple[str, ...]]:
-    """Return the target and its drafters, which are there; the bundled ones if none is named."""
+def resolve_models(target: str | None, drafters: Sequence[str] | None) -> tuple[str, tuple[str, ...]]:
+    """Return the target and its drafters after a check that they exist; by default the bundled ones."""
     if (target is None) != (not drafters):
         missing = "--target" if target is None else "--drafter"
         raise ConfigError(f"{missing} is missing: name a target and its drafters, or neither for the bundled models")
@@ -147,21 +147,21 @@ def models(target: str | None, drafters: Sequence[str] | None) -> tuple[str, tup
     return found[0], found[1:]
 
 
-def leave(status: int, *lines: str) -> NoReturn:
-    """End the command, with these lines on standard error."""
+def exit_with(status: int, *lines: str) -> NoReturn:
+    """Print these lines on standard error and exit."""
     for line in lines:
         print(line, file=sys.stderr)
     raise typer.Exit(status)
 
 
-def settings_of(kind: type[_Settings], given: Mapping[str, Any], **own: Any) -> _Settings:
-    """The options of a verb (its `locals()`) that are called as fields of a dataclass, and `own` values, as one."""
+def from_options(kind: type[_Settings], options: Mapping[str, Any], **own: Any) -> _Settings:
+    """Create a dataclass from a command's options (its `locals()`) with the same names, and `own` values."""
     names = {field.name for field in fields(cast(Any, kind))}
-    return kind(**{name: value for name, value in given.items() if name in names} | own)
+    return kind(**{name: value for name, value in options.items() if name in names} | own)
 
 
 def run_bench(run: "BenchRun", *, fail_on_errors: bool = True, as_json: bool) -> None:
-    """Measure, print what was measured, and exit with 130 or 1 where it is not whole."""
+    """Run a benchmark and print its results. Exits with 130 if interrupted, 1 if incomplete."""
     from fledge.bench.report import print_results  # noqa: PLC0415 - `fledge --help` must stay quick
     from fledge.bench.summary import Summary  # noqa: PLC0415
     from fledge.evaluation.results import check_writable  # noqa: PLC0415
@@ -182,6 +182,6 @@ def run_bench(run: "BenchRun", *, fail_on_errors: bool = True, as_json: bool) ->
         print(f"results: {run.out}", file=sys.stderr)
     if run.interrupted:
         saved = "what was measured is saved" if results.contenders else "nothing was measured"
-        leave(INTERRUPTED, f"interrupted; {saved}")
+        exit_with(INTERRUPTED, f"interrupted; {saved}")
     if fail_on_errors and any(cell.status != "complete" for cell in results.cells):
-        leave(1, f"error: this run is {results.status}: some requests failed, see the notes above")
+        exit_with(1, f"error: this run is {results.status}: some requests failed, see the notes above")

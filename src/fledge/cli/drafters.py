@@ -1,6 +1,6 @@
-"""`fledge eval` and `fledge drift`: how good drafters are on workloads, and what becomes of them as they draft deeper.
+"""`fledge eval` and `fledge drift`: acceptance of drafters on workloads, and drift with draft depth.
 
-What imports torch is imported where it is needed: `--help` must be quick.
+Imports of torch are in the functions: `--help` must be quick.
 """
 
 import json
@@ -11,12 +11,21 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from fledge.cli.command import INTERRUPTED, json_object, leave, models, numbers, one_of, options, settings_of
+from fledge.cli.command import (
+    INTERRUPTED,
+    check_choice,
+    exit_with,
+    from_options,
+    options,
+    parse_json_object,
+    parse_numbers,
+    resolve_models,
+)
 from fledge.errors import ConfigError
 from fledge.files import write_text
 from fledge.progress import Progress
 
-_WIDE = 160  # columns, where no terminal says how many it has
+_WIDE = 160  # columns, without a terminal
 
 
 @options("eval")
@@ -47,13 +56,16 @@ def evaluate(
     vllm_python: str | None = None,
     vllm_option: list[str] | None = None,
 ) -> None:
-    """Measure how many tokens a round of speculation yields.
+    """Measure the acceptance length of drafters.
 
-    The target answers the prompts first; its answers are the histories of later turns, and at temperature 0 what no
-    drafter may change. Ctrl-C saves what was measured.
+    The target answers all prompts first. Later turns continue these answers, and at temperature 0 every drafter must
+    reproduce them. Ctrl-C saves the results so far.
     """
-    target, drafters = models(target, drafter)
-    depths, temperatures = tuple(numbers("depth", depth, int)), tuple(numbers("temperature", temperature, float))
+    target, drafters = resolve_models(target, drafter)
+    depths, temperatures = (
+        tuple(parse_numbers("depth", depth, int)),
+        tuple(parse_numbers("temperature", temperature, float)),
+    )
 
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
     from fledge.evaluation.baseline import BASELINE_FILE, baselines  # noqa: PLC0415
@@ -70,12 +82,12 @@ def evaluate(
     for name in drafters if save_baseline else ():
         check_writable("--save-baseline", resolve(name) / BASELINE_FILE)
     more = {"engine": backend, "vllm_options": tuple(vllm_option or ()), "sample": sample or None}
-    drafting = json_object("--speculative-config", speculative_config)
-    settings = settings_of(EvalSettings, locals(), speculative_config=drafting, **more)
+    drafting = parse_json_object("--speculative-config", speculative_config)
+    settings = from_options(EvalSettings, locals(), speculative_config=drafting, **more)
     workloads = load_workloads(workload or ["short"], sample=sample or None, seed=seed, from_hub=from_hub)
     results = run_eval(settings, workloads, Progress(quiet=quiet), out)
     if not results.cells:
-        leave(INTERRUPTED, "interrupted before anything was measured")
+        exit_with(INTERRUPTED, "interrupted before anything was measured")
     report = EvalReport(results)
     if markdown is not None:
         write_text(markdown, report.markdown())
@@ -129,13 +141,13 @@ def drift(
     vllm_storage: Path | None = None,
     print_vllm_command: bool = False,
 ) -> None:
-    """Show whether drafters drift: a verdict in words, and a report.
+    """Show whether drafters drift: a verdict and a report.
 
-    Speculation is observed, depth by depth: where attention goes, how states grow, what is accepted. Then the same
-    prompts come in other shapes. After Ctrl-C the same command goes on where it was.
+    Measures attention, growth of hidden states and acceptance by draft depth, then repeats that with perturbed prompts.
+    After Ctrl-C the same command resumes.
     """
-    target, drafters = models(target, drafter)
-    one_of("engine", backend, ("fledge", "vllm"))
+    target, drafters = resolve_models(target, drafter)
+    check_choice("engine", backend, ("fledge", "vllm"))
     if backend == "fledge" and (vllm_url or vllm_storage or print_vllm_command):
         raise ConfigError("--vllm-url, --vllm-storage and --print-vllm-command are for --engine vllm; add it")
 
@@ -156,7 +168,7 @@ def drift(
         if not perturbations and figure.startswith(("al_drop", "recent_attention_rise")):
             raise ConfigError(f"condition '{text}': needs perturbations; leave out --suite none")
     prompts = load_probe_workload(workload, sample=sample, seed=seed)
-    settings = settings_of(ProbeSettings, locals())
+    settings = from_options(ProbeSettings, locals())
     chosen = {"dtype": dtype, "device": device, "seed": seed, "max_model_len": max_model_len}
     progress = Progress(quiet=quiet)
     options = {name: one for name, one in chosen.items() if one is not None}
@@ -190,7 +202,7 @@ def drift(
         report = make_report(result, results, setup)
         write_report(out, report, results)
     except KeyboardInterrupt:
-        leave(INTERRUPTED, "interrupted; the same command goes on from here")
+        exit_with(INTERRUPTED, "interrupted; the same command goes on from here")
     finally:
         prober.close()
     violations = {name: check(conditions, figures(result, name)) for name in result.names}
@@ -201,4 +213,4 @@ def drift(
         print_report(report, out / REPORT_FILE)
     if any(violations.values()):
         said = [(result.titles[name], line) for name, lines in violations.items() for line in lines]
-        leave(1, *(f"violated by {title}: {line}" for title, line in said))
+        exit_with(1, *(f"violated by {title}: {line}" for title, line in said))

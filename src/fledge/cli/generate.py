@@ -1,4 +1,4 @@
-"""`fledge generate`: answers of any target with any drafter; `fledge demo`: those of the bundled models."""
+"""`fledge generate`: text of any target with any drafter; `fledge demo`: the bundled models."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from fledge.cli.command import options, read_speculation, settings_of
+from fledge.cli.command import from_options, options, read_speculation
 from fledge.errors import ConfigError, PromptError
 from fledge.files import read_json_lines
 
@@ -56,7 +56,7 @@ def generate(
 ) -> None:
     """Generate text, with accepted draft tokens in colour.
 
-    Then say how the speculation went.
+    Acceptance statistics follow.
     """
     speculation = read_speculation(drafter, speculative_config, depth, (tree_width, tree_budget) if tree else None)
     requests = _read_requests(prompt, prompts, chat)
@@ -64,7 +64,7 @@ def generate(
     from fledge import LLM, SamplingParams  # noqa: PLC0415 - torch takes seconds, and --help should not
     from fledge.decoding.statistics import AcceptanceStatistics  # noqa: PLC0415
 
-    params = settings_of(SamplingParams, locals(), stop=stop or ())
+    params = from_options(SamplingParams, locals(), stop=stop or ())
     more = {"vllm_options": vllm_option} if vllm_option else {}
     llm = LLM(target, engine=backend, vllm_python=vllm_python, speculative_config=speculation, **engine, **more)
     encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]
@@ -77,7 +77,7 @@ def generate(
         total = _total(outputs, time.perf_counter() - started)
         print(json.dumps({"outputs": [_as_dict(output) for output in outputs], "total": total}))
         return
-    outputs = list(_answer_in_turn(llm, encoded, params))
+    outputs = list(_generate_in_turn(llm, encoded, params))
     total = _total(outputs, time.perf_counter() - started)
     lines = [f"{total['tokens']} tokens, {total['tokens_per_second']:.1f} tokens/s"]
     if total["acceptance_length"] is not None:
@@ -107,8 +107,8 @@ def _read_requests(prompt: str | None, file: Path | None, chat: bool) -> list[di
     return requests
 
 
-def _answer_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -> Iterator["RequestOutput"]:
-    """One prompt after another, streamed for a person to read."""
+def _generate_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -> Iterator["RequestOutput"]:
+    """Generate for one prompt after another, and print the text as it comes."""
     console = Console(highlight=False, soft_wrap=True)
     for number, request in enumerate(requests, start=1):
         if len(requests) > 1:
@@ -155,9 +155,9 @@ def demo(
     threads: int | None = None,
     as_json: bool = False,
 ) -> None:
-    """See the bundled models answer with and without speculation.
+    """Run the bundled models with and without speculation.
 
-    Beside them, transformers is timed on the same questions.
+    transformers is timed on the same prompts.
     """
     for name, value in (("--max-tokens", max_tokens), ("--repeats", repeats)):
         if value < 1:

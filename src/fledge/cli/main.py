@@ -1,4 +1,4 @@
-"""The `fledge` command: its verbs, and how errors and warnings reach a person."""
+"""The `fledge` command: its subcommands, and how errors and warnings are printed."""
 
 import os
 import sys
@@ -61,9 +61,9 @@ def run() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone; Python would complain about it at exit
+        sys.stderr.close()  # the reader of our output is gone; else Python prints an error at exit
         sys.exit(141)
-    except OSError as error:  # a full disk and the like: what was being written is not there
+    except OSError as error:  # such as a full disk
         if error.strerror is None:
             raise
         print(f"error: {error.filename or 'input or output'}: {error.strerror}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`fledge convert --quantize`: a target or a drafter in fewer bits, and what that did."""
+"""`fledge convert --quantize`: quantizes a target or a drafter, and measures the loss."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from fledge.checkpoints.reading import is_drafter, read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import refuse_existing
-from fledge.cli.checkpoints import short
+from fledge.cli.checkpoints import format_count
 from fledge.errors import CheckpointError, ConfigError
 from fledge.evaluation.quantization import (
     CALIBRATION_PROMPTS,
@@ -43,7 +43,7 @@ def quantize(
     sample: int,
     as_json: bool,
 ) -> None:
-    """Write it, measure what there is to measure, and print."""
+    """Write the quantized checkpoint, measure it before and after, and print."""
     refuse_existing(destination)
     if calibrate is not None and "fp8" in width:
         raise ConfigError(f"--calibrate: {width} has no scales to choose; use int4 or int8, or leave it out")
@@ -66,13 +66,13 @@ def quantize(
         importance = mean_squared_inputs(source, calibration, Progress()) if calibration else None
         written = quantize_target(resolve(source), destination, width, importance, name=source)
         pairs = [(source, drafter), (str(destination), drafter)]
-    measured = [measure_quality(one, other, workloads) for one, other in pairs]
+    measured = [measure_quality(model, drafting, workloads) for model, drafting in pairs]
     change = QualityChange.between(*measured) if measured else None
     if as_json:
         about = {"source": source, "destination": str(destination), "quantize": width, "calibrate": calibrate}
-        figures = dict(zip(("before", "after"), map(_figures, measured), strict=False))
-        told = {**figures, "change": change.to_dict()} if change is not None else {}
-        typer.echo(json.dumps({**about, "workload": workload, **asdict(written), **told}))
+        figures: dict[str, Any] = dict(zip(("before", "after"), map(_figures, measured), strict=False))
+        figures = {**figures, "change": change.to_dict()} if change is not None else {}
+        typer.echo(json.dumps({**about, "workload": workload, **asdict(written), **figures}))
     else:
         _print(destination, width, written)
         if change is not None:
@@ -82,7 +82,7 @@ def quantize(
 
 
 def _refuse_misfit(drafter: str, target: str) -> None:
-    """Raise before there is anything written, or computed for minutes, where the pair cannot be measured."""
+    """Raise if the pair does not fit, before minutes of work."""
     directory = resolve(target)
     checkpoint = read_drafter(resolve(drafter))
     raise_errors(checkpoint, check(checkpoint, read_target_config(directory), directory))
@@ -91,7 +91,7 @@ def _refuse_misfit(drafter: str, target: str) -> None:
 def _print(destination: Path, width: Width, written: QuantizedCheckpoint) -> None:
     groups = f", groups of {written.group_size}" if written.group_size else ""
     calibrated = f", {written.calibrated} of them calibrated" if written.calibrated else ""
-    sizes = " -> ".join(f"{short(size)}B" for size in (written.bytes_before, written.bytes_after))
+    sizes = " -> ".join(f"{format_count(size)}B" for size in (written.bytes_before, written.bytes_after))
     typer.echo(f"wrote {destination} ({width}{groups}: {written.linears} linears{calibrated}; {sizes})")
 
 
@@ -107,7 +107,7 @@ def _print_change(measured: Sequence[Quality], change: QualityChange, workload: 
 
 
 def _range(change: Interval, written: Callable[[float], str]) -> str:
-    """Where a change may lie; what it is where one prompt does not say more."""
+    """Format the interval of a change; just the value if one prompt was measured."""
     return written(change.value) if change.low is None else " to ".join(map(written, change.ends))
 
 

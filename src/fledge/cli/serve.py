@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.command import json_object, one_of, options, settings_of
+from fledge.cli.command import check_choice, from_options, options, parse_json_object
 from fledge.cli.serve_vllm import BUNDLED_DEPTH, VllmOptions, open_vllm_proxy, vllm_words
 from fledge.cli.vllm_command import vllm_values
 from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
@@ -80,37 +80,37 @@ def serve(
     vllm_option: list[str] | None = None,
     engine: Mapping[str, Any],
 ) -> None:
-    """Serve a model with OpenAI's API and a page to watch it.
+    """Serve a model with OpenAI's API and a dashboard.
 
-    The page says whether speculation pays, and why not.
+    The dashboard shows whether speculation pays, and why not.
     """
-    del enable_auto_tool_choice  # vLLM's consent to read tool calls; here a request's `tools` is enough
-    del config  # `ServeCommand` has read it
-    one_of("engine", backend, ("fledge", "vllm", "auto"))
+    del enable_auto_tool_choice  # needed by vLLM; here tool calls are always parsed
+    del config  # read by `ServeCommand`
+    check_choice("engine", backend, ("fledge", "vllm", "auto"))
     speculation = None if backend == "vllm" else _speculation(model, speculative_config)
     keys = [*(api_key or ()), *filter(None, map(os.environ.get, ("FLEDGE_API_KEY", "VLLM_API_KEY")))]
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format: found '{log_format}', allowed is text or json")
     template = None if chat_template is None else _read_template(chat_template)
-    EngineConfig(**engine)  # refuses, before anything is loaded, what no engine could do
+    EngineConfig(**engine)  # raises ConfigError before anything is loaded
     _check_tls(keyfile=ssl_keyfile, certfile=ssl_certfile, ca_certs=ssl_ca_certs)
-    template_kwargs = json_object("--default-chat-template-kwargs", default_chat_template_kwargs)
-    overrides = json_object("--override-generation-config", override_generation_config)
+    template_kwargs = parse_json_object("--default-chat-template-kwargs", default_chat_template_kwargs)
+    overrides = parse_json_object("--override-generation-config", override_generation_config)
     if missing := next((name for name in _PACKAGES if find_spec(name) is None), None):
         raise ConfigError(f"the server needs the package '{missing}': install it with pip install 'fledge[server]'")
     listener, source = _bind(host, port) if uds is None else _bind_path(uds), model or TARGET
 
     with ExitStack() as starting:
-        child = _begin_child(engine["device"], starting) if backend != "vllm" else None
+        child = _start_child(engine["device"], starting) if backend != "vllm" else None
         from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
+        from fledge.server.base_service import BaseService  # noqa: PLC0415
         from fledge.server.connections import is_loopback  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
-        from fledge.server.servable import Servable  # noqa: PLC0415
 
         set_up_logging(log_format)
         directory = resolve(source, weights=False)
-        if backend != "vllm" and (reason := _not_run_because(directory)) is not None:
+        if backend != "vllm" and (reason := _unsupported_reason(directory)) is not None:
             if backend == "fledge":
                 raise NeedsVllmError(f"{source}: {reason}")
             print(f"note: {source}: {reason} (--engine auto: vLLM)", file=sys.stderr)
@@ -121,7 +121,7 @@ def serve(
         words = vllm_words(vllm_option or (), bundled_pair=model is None) if by_vllm else []
         named = vllm_values(words, "--served-model-name") if by_vllm else served_model_name
         names, is_private = allowed_host or [], is_loopback(host) and uds is None and not keys
-        settings = settings_of(
+        settings = from_options(
             ServeOptions,
             locals(),
             served_model_names=tuple(named or (source,)),
@@ -139,21 +139,23 @@ def serve(
         )
         where = f"port {listener.getsockname()[1]}" if uds is None else uds
         print(f"loading {source}, to be served at {where}", file=sys.stderr, flush=True)
-        service: Servable
+        service: BaseService
         if by_vllm:
             options = VllmOptions(words=words, python=vllm_python, log_file=vllm_log, start_timeout=vllm_start_timeout)
-            service, told = open_vllm_proxy(source, directory, options, settings)
+            service, description = open_vllm_proxy(source, directory, options, settings)
         else:
-            service, told = _open_service(source, directory, speculation, engine, settings, threads, log_format, child)
+            service, description = _open_service(
+                source, directory, speculation, engine, settings, threads, log_format, child
+            )
             starting.pop_all()
     scheme = "http" if ssl_certfile is None else "https"
 
     def ready(bound: int) -> None:
         shown = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}{settings.root_path}"
         shown = shown if uds is None else f"{uds}:{settings.root_path}"
-        pair, machine = told
-        names = f"serving {pair}, at {shown} (page: {shown}/, API: {shown}/v1) as {settings.model_name}"
-        print(f"{names}, {machine}", file=sys.stderr, flush=True)
+        model_text, engine_text = description
+        line = f"serving {model_text}, at {shown} (page: {shown}/, API: {shown}/v1) as {settings.model_name}"
+        print(f"{line}, {engine_text}", file=sys.stderr, flush=True)
         if not is_loopback(host) and uds is None and not keys:
             print("warning: anybody who can reach this address can use the server; see --api-key", file=sys.stderr)
 
@@ -165,7 +167,7 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
-        os._exit(status)  # other threads may be in the middle of what nobody waits for
+        os._exit(status)  # without waiting for other threads
 
 
 def _check_tls(**files: str | None) -> None:
@@ -176,8 +178,8 @@ def _check_tls(**files: str | None) -> None:
             raise ConfigError(f"--ssl-{name.replace('_', '-')}: {file}: no such file")
 
 
-def _begin_child(device: str, starting: ExitStack) -> "Child":
-    """Start the engine's process, which imports what it needs while this one does. It ends with `starting`."""
+def _start_child(device: str, starting: ExitStack) -> "Child":
+    """Start the engine's process, which imports its modules while this one does. Closing `starting` kills it."""
     from fledge.server.child import Child  # noqa: PLC0415 - no other command needs it
 
     child = Child(on_gpu=device in ("auto", "cuda"))
@@ -185,15 +187,15 @@ def _begin_child(device: str, starting: ExitStack) -> "Child":
 
     def stop(number: int, _frame: object) -> None:
         child.kill()
-        os._exit(128 + number)  # an exception would be raised in whatever is being imported, and may be caught there
+        os._exit(128 + number)  # an exception might be caught by a module that is being imported
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # until the server listens for them
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the server handles them
         starting.callback(signal.signal, number, signal.signal(number, stop))
     return child
 
 
-def _not_run_because(directory: Path) -> str | None:
-    """Why our engine cannot run a target; None: it can."""
+def _unsupported_reason(directory: Path) -> str | None:
+    """Return why our engine cannot run a target, or None."""
     from fledge.checkpoints.target import sketch_target_config  # noqa: PLC0415 - imports torch
 
     return sketch_target_config(directory)[1]
@@ -209,7 +211,7 @@ def _open_service(
     log_format: str,
     child: "Child | None",
 ) -> tuple["Service", tuple[str, str]]:
-    """Have our engine load in the child; return the service, and what it serves and where, in words."""
+    """Load the models in the child; return the service, and a description of model and engine."""
     from fledge.server.engine_process import EngineProcess  # noqa: PLC0415
     from fledge.server.service import Service  # noqa: PLC0415
 
@@ -225,7 +227,7 @@ def _open_service(
 
 
 def _speculation(model: str | None, config: str | None) -> SpeculativeConfig | None:
-    """Return what to speculate with: what was asked for; the bundled drafter for the bundled target."""
+    """Return the speculative config: the given one, or the bundled drafter for the bundled target."""
     if config is not None:
         return SpeculativeConfig.from_json(config)
     if model is None:
@@ -234,14 +236,16 @@ def _speculation(model: str | None, config: str | None) -> SpeculativeConfig | N
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Take the address before anything is loaded; whoever calls there is refused until the server listens."""
+    """Bind the address before anything is loaded. Connections are refused until the server listens."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         listener = socket.socket(family, kind, protocol)
         try:
             listener.bind(address)
-        except OSError:  # perhaps by connections of a server that is gone; two that both say so could share a port
+        except (
+            OSError
+        ):  # perhaps by old connections; not set at first, because two servers that set it could share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except (OSError, UnicodeError) as error:
@@ -251,7 +255,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _bind_path(path: str) -> socket.socket:
-    """The same for a Unix socket. A file that a server left behind is taken over, unless somebody answers there."""
+    """Bind a Unix socket. An existing socket file is replaced if no server listens there."""
     listener, other = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
     try:
         with other:
@@ -265,15 +269,15 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def _disables_any_whitespace(config: str | None) -> bool:
-    """Read vLLM's JSON for structured outputs: of its fields, white space is the one that means something here."""
-    disabled = json_object("--structured-outputs-config", config).get("disable_any_whitespace", False)
+    """Return `disable_any_whitespace` of vLLM's JSON; its other fields have no effect here."""
+    disabled = parse_json_object("--structured-outputs-config", config).get("disable_any_whitespace", False)
     if not isinstance(disabled, bool):
         raise ConfigError('--structured-outputs-config: expected JSON such as {"disable_any_whitespace": true}')
     return disabled
 
 
 def _origins(given: list[str]) -> list[str]:
-    """Each value is an origin, or vLLM's JSON list of them."""
+    """Return the origins; each value is one, or a JSON list of them as in vLLM."""
     found: list[str] = []
     for value in given:
         try:
@@ -295,9 +299,9 @@ def _read_template(file: str) -> str:
 
 
 def _sampling_defaults(directory: Path, source: str, overrides: Mapping[str, Any]) -> dict[str, float | int]:
-    """Return the model's own sampling settings, which a request may overrule, as `vllm serve` does.
+    """Return the default sampling parameters of requests, as `vllm serve` does.
 
-    `source`: "auto", "vllm" (none), or a directory to take them from instead.
+    `source`: "auto" (the model's generation_config.json), "vllm" (none), or a directory with another one.
     """
     directory = directory if source == "auto" else Path(source)
     if source not in ("auto", "vllm") and not directory.is_dir():
@@ -306,5 +310,5 @@ def _sampling_defaults(directory: Path, source: str, overrides: Mapping[str, Any
         hint = nearest_name_hint(unknown[0], SAMPLING_DEFAULTS)
         raise ConfigError(f"--override-generation-config: '{unknown[0]}' cannot be set here.{hint}")
     found = {**({} if source == "vllm" else sampling_defaults(directory)), **overrides}
-    SamplingParams(**found)  # refuses what no request could have
+    SamplingParams(**found)  # raises ConfigError for invalid values
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.checkpoints.source import DRAFTERS, bundled_directory, resolve
-from fledge.cli.vllm_command import speed_options, vllm_speculation, vllm_values, without
+from fledge.cli.vllm_command import remove_option, speed_options, vllm_speculation, vllm_values
 from fledge.errors import ConfigError
 from fledge.files import read_json
 from fledge.vllm_process import extension
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fledge.server.prompts import Template
     from fledge.server.vllm_proxy import VllmProxy
 
-BUNDLED_DEPTH = 5  # draft tokens of the bundled pair, on either engine
-MAX_NUM_SEQS = 256  # vLLM's own on most machines; for our limit of requests only
+BUNDLED_DEPTH = 5  # num_speculative_tokens of the bundled pair, for both engines
+MAX_NUM_SEQS = 256  # vLLM's default on most machines, for our limit of requests
 _REQUEST_METRICS = "--per-request-spec-decode-metrics"
 _EXTENSION = "--worker-extension-cls"
 _REPLICAS = "--data-parallel-size"
@@ -32,7 +32,7 @@ _REPLICAS = "--data-parallel-size"
 
 @dataclass(frozen=True, kw_only=True)
 class VllmOptions:
-    """How to run vLLM: words of its command line, and whose vLLM it is."""
+    """How to run vLLM. `words`: arguments of its command line; `python`: which installation."""
 
     words: Sequence[str] = field(default_factory=tuple)
     python: str | None = None
@@ -41,7 +41,7 @@ class VllmOptions:
 
 
 def vllm_words(words: Sequence[str], *, bundled_pair: bool) -> list[str]:
-    """vLLM's words as they were given; the bundled target's with its drafter, unless another is named."""
+    """Return vLLM's arguments, with the bundled drafter for the bundled target unless another is given."""
     if "--headless" in words:
         advice = "run vLLM itself on this node, and fledge serve on the one with the API server"
         raise ConfigError(f"--headless: there is nothing to stand in front of; {advice}")
@@ -54,9 +54,9 @@ def vllm_words(words: Sequence[str], *, bundled_pair: bool) -> list[str]:
 def open_vllm_proxy(
     source: str, directory: Path, options: VllmOptions, settings: "ServeOptions"
 ) -> tuple["VllmProxy", tuple[str, str]]:
-    """Check the pair, start vLLM, wait for it; return the proxy, and what is served and where, in words.
+    """Check the pair, start vLLM and wait for it; return the proxy, and a description of model and engine.
 
-    `directory` is the target's, or that of its config and tokenizer alone.
+    `directory`: the target's; config and tokenizer are enough.
     """
     from fledge.engine.vllm_pair import check_exchange, check_pair, is_eagle  # noqa: PLC0415 - torch takes seconds
     from fledge.server.vllm_proxy import DrafterReload, VllmProxy  # noqa: PLC0415
@@ -70,7 +70,7 @@ def open_vllm_proxy(
         speculation = check_pair(directory, speculation)
         tuning = recall_tuning(directory, speculation, words, installation.version)
         speculation = with_measured_depths(speculation, tuning, words)
-        words = [*without(words, "--speculative-config"), "--speculative-config", json.dumps(speculation)]
+        words = [*remove_option(words, "--speculative-config"), "--speculative-config", json.dumps(speculation)]
     if not vllm_values(words, "--served-model-name"):
         words += ["--served-model-name", source]
     if speculation is not None and not vllm_values(words, _REQUEST_METRICS) and installation.has_request_metrics:
@@ -91,7 +91,7 @@ def open_vllm_proxy(
             max_num_seqs=_number(words, "--max-num-seqs", MAX_NUM_SEQS) * _number(words, _REPLICAS, 1),
             drafter=drafter,
             template=_template(directory, words),
-            tells_rounds=vllm_values(words, _REQUEST_METRICS) not in ([], ["none"]),
+            reports_rounds=vllm_values(words, _REQUEST_METRICS) not in ([], ["none"]),
             reload=reload,
             speculation=speculation,
             tuning=tuning,
@@ -106,15 +106,15 @@ def open_vllm_proxy(
 
 
 def _number(words: Sequence[str], name: str, default: int) -> int:
-    """The number that an option of vLLM's was given; what is none, vLLM refuses."""
-    given = "".join(vllm_values(words, name))
-    return int(given) if given.isdecimal() else default
+    """Return the value of a numeric option of vLLM, or `default`. vLLM refuses invalid values itself."""
+    value = "".join(vllm_values(words, name))
+    return int(value) if value.isdecimal() else default
 
 
 def recall_tuning(
     directory: Path, speculation: Mapping[str, Any], words: Sequence[str], version: str
 ) -> "VllmTuning | None":
-    """What `fledge bench serve --tune` measured of this pair; None: it was not asked."""
+    """Return the measurements of `fledge bench serve --tune` for this pair, if there are any."""
     from fledge.engine.vllm_pair import is_eagle  # noqa: PLC0415
     from fledge.engine.vllm_tuning import VllmTuning  # noqa: PLC0415
 
@@ -126,21 +126,21 @@ def recall_tuning(
 def with_measured_depths(
     speculation: dict[str, Any], tuning: "VllmTuning | None", words: Sequence[str]
 ) -> dict[str, Any]:
-    """The config with the depths that were measured to pay, where nobody has said how deep to draft at which size."""
+    """Add the measured depths by batch size, unless the config has such a table already."""
     key, deepest = "num_speculative_tokens_per_batch_size", speculation.get("num_speculative_tokens")
-    has_table = _number(words, _REPLICAS, 1) == 1  # with several, vLLM does without one
+    has_table = _number(words, _REPLICAS, 1) == 1  # vLLM ignores it with several
     if tuning is None or key in speculation or not isinstance(deepest, int) or not has_table:
         return speculation
     rows = tuning.table(deepest)
     if rows is None:
         return speculation
-    said = f"{json.dumps(rows)}, which `fledge bench serve --tune` measured to pay on {tuning.date}"
-    print(f"note: drafting by batch size as {said} (or give {key})", file=sys.stderr)
+    table = f"{json.dumps(rows)}, which `fledge bench serve --tune` measured to pay on {tuning.date}"
+    print(f"note: drafting by batch size as {table} (or give {key})", file=sys.stderr)
     return {**speculation, key: rows}
 
 
 def _template(directory: Path, words: Sequence[str]) -> "Template":
-    """The chat template that vLLM uses, as tables name it."""
+    """Return the chat template that vLLM uses."""
     from fledge.server.prompts import NO_TEMPLATE, Template  # noqa: PLC0415
 
     name, text = "default", None

@@ -1,4 +1,4 @@
-"""`fledge train`: from a target and prompts to a drafter."""
+"""`fledge train`: trains a drafter for a target."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from fledge.checkpoints.source import bundled_directory
-from fledge.cli.command import INTERRUPTED, leave, options
+from fledge.cli.command import INTERRUPTED, exit_with, options
 from fledge.errors import ConfigError, FledgeError
 from fledge.files import write_text
 from fledge.progress import Progress
@@ -73,12 +73,12 @@ def train(
         pipeline = Pipeline(loaded, progress=Progress(quiet=quiet))
         report = pipeline.run(only=only, from_stage=from_stage, until=until, force=force or ())
     except FledgeError:
-        if not first:  # what all processes find wrong, the first one says; torchrun then ends the others
+        if not first:  # all processes fail alike: the first one reports it, then torchrun ends the others
             time.sleep(GRACE_SECONDS)
         raise
     except KeyboardInterrupt as interruption:
-        said = str(interruption) or "interrupted; the same command goes on from here"
-        leave(INTERRUPTED, *([said] if first else []))
+        message = str(interruption) or "interrupted; the same command goes on from here"
+        exit_with(INTERRUPTED, *([message] if first else []))
     if first and as_json:
         stages = {
             name: {"directory": str(state.directory), "summary": state.manifest.summary}
@@ -92,7 +92,7 @@ def train(
 
 
 def _print_plan(recipe: "Recipe", *, as_json: bool) -> None:
-    """What each stage does and takes, then the memory of `fit`, then what is wrong."""
+    """Print what each stage does and needs, the memory of `fit`, and warnings."""
     from rich.markdown import Markdown  # noqa: PLC0415
 
     from fledge.training.plan import make_plan, plan_text  # noqa: PLC0415
@@ -107,7 +107,7 @@ def _print_plan(recipe: "Recipe", *, as_json: bool) -> None:
 
 
 def _print_summary(recipe: "Recipe", report: "RunReport") -> None:
-    """Acceptance by source and depth, where the drafter is, and how to serve it."""
+    """Print acceptance by source and depth, the path of the drafter, and how to serve it."""
     from fledge.report.tables import Table  # noqa: PLC0415
 
     console = Console(highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`fledge bench serve --tune`: vLLM at several depths and concurrencies, and the table that follows from it."""
+"""`fledge bench serve --tune`: measures vLLM at several depths and concurrencies, and prints the best depths."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.command import numbers, settings_of
+from fledge.cli.command import from_options, parse_numbers
 from fledge.cli.vllm_command import speed_options
 from fledge.engine.config import MAX_DEPTH
 from fledge.errors import ConfigError
@@ -19,7 +19,7 @@ from fledge.vllm_process.finding import find_vllm
 
 
 def run_tune(given: Mapping[str, Any]) -> None:
-    """Measure, and print the flag. `given`: the options of `bench serve`."""
+    """Measure, and print `--speculative-config`. `given`: the options of `bench serve`."""
     target, drafter = given["target"], given["drafter"]
     if (target is None) != (drafter is None):
         raise ConfigError("--tune: name a --target and its --drafter, or neither for the bundled ones")
@@ -33,19 +33,19 @@ def run_tune(given: Mapping[str, Any]) -> None:
     from fledge.report.tables import Table  # noqa: PLC0415
 
     workloads = load_workloads(given["workload"] or ["mt_bench"], sample=given["sample"], seed=given["seed"] or 0)
-    asked = [
+    prompts = [
         replace(prompt, token_ids=ids)
         for workload in workloads
         for prompt, ids in zip(workload.prompts, tokenised(workload, target), strict=True)
     ]
-    settings = settings_of(
+    settings = from_options(
         TuneSettings,
         given,
         target=target,
         drafter=drafter,
-        depths=tuple(numbers("depth", given["depth"], int, 1, MAX_DEPTH)),
-        concurrencies=tuple(sorted(numbers("concurrency", given["concurrency"] or "1,4,16,64", int, 1, 4096))),
-        prompts=asked,
+        depths=tuple(parse_numbers("depth", given["depth"], int, 1, MAX_DEPTH)),
+        concurrencies=tuple(sorted(parse_numbers("concurrency", given["concurrency"] or "1,4,16,64", int, 1, 4096))),
+        prompts=prompts,
         python=given["vllm_python"],
         words=tuple(given["vllm_option"] or ()),
     )
@@ -68,11 +68,10 @@ def run_tune(given: Mapping[str, Any]) -> None:
     depths = best_depths(points)
     config = speculative_config(drafter, depths)
     if given["as_json"]:
-        told = {"points": [asdict(point) for point in points], "speculative_config": config}
-        print(json.dumps(told))
+        print(json.dumps({"points": [asdict(point) for point in points], "speculative_config": config}))
         return
     plain = {point.concurrency: point.tokens_per_second for point in points if point.depth == 0}
-    body = [
+    rows = [
         (
             str(point.concurrency),
             str(point.depth),
@@ -85,7 +84,7 @@ def run_tune(given: Mapping[str, Any]) -> None:
     ]
     header = ("at once", "depth", "tokens/s", "speed", "acceptance length", "")
     console = Console(highlight=False)
-    console.print(*Table.of("vLLM by depth", header, body, labels=2).to_rich(console.width))
+    console.print(*Table.of("vLLM by depth", header, rows, labels=2).to_rich(console.width))
     if config is None:
         print("no depth pays at any of these concurrencies: serve without a drafter", file=sys.stderr)
     else:

@@ -1,4 +1,4 @@
-"""The command line of `vllm serve`: understood, noted where an option is without effect here, refused in words."""
+"""Parsing of vLLM's command line: options are translated, noted if they have no effect here, refused, or passed on."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from fledge.engine.vllm_options import ALIASES, FOREIGN, PROXY, SEVERAL_VALUES, 
 from fledge.errors import ConfigError, NeedsVllmError, nearest_name_hint
 from fledge.files import read_yaml
 
-# Their keys may be given one by one: --speculative-config.model
+# Options with JSON values, whose keys can be given one by one: --speculative-config.model
 _JSON = frozenset(
     f"--{name}"
     for name in (
@@ -25,9 +25,8 @@ _JSON = frozenset(
     )
 )
 
-
-# What a measurement of vLLM holds for.
-_SPEED = frozenset(
+# Options of vLLM that change its speed.
+_SPEED_OPTIONS = frozenset(
     f"--{name}"
     for name in (
         "attention-backend",
@@ -48,22 +47,24 @@ _LEVELS = ("-O0", "-O1", "-O2", "-O3")
 
 
 class ServeCommand(TyperCommand):
-    """Reads vLLM's options too. For our engine those that do no harm are noted, others refused in words.
+    """`fledge serve`, which takes vLLM's options. For our engine, harmless ones are noted and others refused.
 
-    For `--engine vllm` they are handed on as they are, each word as a `--vllm-option`.
+    For `--engine vllm` they are passed on, each argument as a `--vllm-option`.
     """
 
     _given: Sequence[str] = ()
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer brings its own click, or uses the other
+    def parse_args(
+        self, ctx: Any, args: list[str]
+    ) -> list[str]:  # types are of typer's own click or of the installed one
         self._given = list(args)
         options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
         names = [(option.is_flag, name) for option in options for name in (*option.opts, *option.secondary_opts)]
         flags = {name for is_flag, name in names if is_flag} | {"--help"}
         values = {name for is_flag, name in names if not is_flag} | {"--model"}
-        args, model = _with_config(args, flags)
-        given, rest = read_words(args, flags)
-        own, theirs = split(given, PROXY)
+        args, model = _expand_config_file(args, flags)
+        given, rest = parse_arguments(args, flags)
+        own, theirs = split_options(given, PROXY)
         engine = _last_value(own, "--engine")
         try:
             ours, notes = (own, []) if engine == "vllm" else translate(given, values, flags)
@@ -71,7 +72,7 @@ class ServeCommand(TyperCommand):
             if engine != "auto":
                 raise self._advised(error) from None
             ours, notes = [*own, "--engine", "vllm"], [f"{error} (--engine auto: vLLM)"]
-        while "--model" in ours:  # vLLM has both; what stands alone wins
+        while "--model" in ours:  # the positional argument wins
             at = ours.index("--model")
             model = "".join(ours[at + 1 : at + 2])
             del ours[at : at + 2]
@@ -89,29 +90,29 @@ class ServeCommand(TyperCommand):
             raise self._advised(error) from None
 
     def _advised(self, error: NeedsVllmError) -> ConfigError:
-        """The same with what to type instead: the command as it was given, and one option more."""
+        """Add the command to use instead: the same with --engine vllm."""
         return ConfigError(f"{error}: {shlex.join(['fledge', 'serve', *self._given, '--engine', 'vllm'])}")
 
 
 class EngineCommand(TyperCommand):
-    """A verb that may run vLLM (`--engine`, `--tune`): options that are not the verb's own are then handed on to it."""
+    """A command that may run vLLM (`--engine`, `--tune`). Options that are not its own are then passed on to vLLM."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
         names = {name: option.is_flag for option in options for name in (*option.opts, *option.secondary_opts)}
-        given, rest = read_words(args, [name for name, is_flag in names.items() if is_flag] + ["--help"])
-        ours, theirs = split(given, [*names, "--help"])
+        given, rest = parse_arguments(args, [name for name, is_flag in names.items() if is_flag] + ["--help"])
+        ours, theirs = split_options(given, [*names, "--help"])
         if _last_value(ours, "--engine") in ("vllm", "auto") or "--tune" in ours:
             args = [*(f"--vllm-option={word}" for word in theirs), *ours, *rest]
-        elif "--engine" in names and theirs and _spelled(theirs[0].partition("=")[0]) in FOREIGN:
+        elif "--engine" in names and theirs and _canonical_name(theirs[0].partition("=")[0]) in FOREIGN:
             group = [] if ctx.parent is None or ctx.parent.parent is None else [ctx.parent.info_name]
             command = shlex.join(["fledge", *group, ctx.info_name, *args, "--engine", "vllm"])
             raise ConfigError(f"{theirs[0]}: is an option of vLLM's: {command}")
         return super().parse_args(ctx, args)
 
 
-def _with_config(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], Any]:
-    """Return the arguments with those of a --config file before them, and the model that it names, if it does."""
+def _expand_config_file(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], Any]:
+    """Return the arguments, with those of the --config file before them, and the model in that file."""
     files, rest, left = [], [], list(args)
     while left:
         name, equals, value = left.pop(0).partition("=")
@@ -122,49 +123,49 @@ def _with_config(args: Sequence[str], flags: Collection[str]) -> tuple[list[str]
             rest.append(name + equals + value)
     if len(files) > 1:
         raise ConfigError("--config: one file can be given")
-    settings = {_spelled(f"--{key}"): value for file in files for key, value in read_yaml(Path(file)).items()}
+    settings = {_canonical_name(f"--{key}"): value for file in files for key, value in read_yaml(Path(file)).items()}
     model = settings.pop("--model", None)
-    given = [_spelled(word.partition("=")[0]) for word in rest]
-    return [*_as_words(settings, given, flags), *rest], model
+    given = [_canonical_name(word.partition("=")[0]) for word in rest]
+    return [*_to_arguments(settings, given, flags), *rest], model
 
 
-class GivenOption(NamedTuple):
-    """An option as it was given, or a word that is none."""
+class ParsedOption(NamedTuple):
+    """An option with its values, or a positional argument."""
 
-    words: Sequence[str]  # as they were written
-    name: str = ""  # as it is listed; empty: it is no option
-    key: str = ""  # --name.key
+    words: Sequence[str]  # as written
+    name: str = ""  # canonical; empty: a positional argument
+    key: str = ""  # of --name.key
     values: Sequence[str] = ()
 
 
-def read_words(arguments: Sequence[str], own_flags: Collection[str]) -> tuple[list[GivenOption], list[str]]:
-    """Take a command line apart; return what is given, and all from a `--` on.
+def parse_arguments(arguments: Sequence[str], own_flags: Collection[str]) -> tuple[list[ParsedOption], list[str]]:
+    """Parse a command line; return its options and positional arguments, and all from `--` on.
 
-    What follows an option that nobody knows here is taken for its value.
+    An unknown option is assumed to have one value.
     """
-    found: list[GivenOption] = []
+    found: list[ParsedOption] = []
     rest = list(arguments)
     while rest and rest[0] != "--":
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
-            found.append(GivenOption([word]))
+            found.append(ParsedOption([word]))
             continue
         written, equals, value = word.partition("=")
         name, dot, key = written.partition(".")
-        name = _spelled(name)
-        if not dot:  # some stand for a key: --spec-model
+        name = _canonical_name(name)
+        if not dot:  # an alias of a key, such as --spec-model
             name, _, key = name.partition(".")
         is_flag = name in own_flags or name.startswith("--no-") or FOREIGN.get(name, {}).get("flag", False)
         values = [value] if equals else []
         most = 0 if equals or is_flag or word in _LEVELS else sys.maxsize if name in SEVERAL_VALUES else 1
         while len(values) < most and rest and not rest[0].startswith("-" if values else "--"):
-            values.append(rest.pop(0))  # none where it is missing; whoever reads the option says so
-        found.append(GivenOption([word] if equals else [word, *values], name, key, values))
+            values.append(rest.pop(0))  # a missing value is reported later
+        found.append(ParsedOption([word] if equals else [word, *values], name, key, values))
     return found, rest
 
 
-def split(given: Sequence[GivenOption], own: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the options that are `own`, words that are no options among them, and those for vLLM, as they are."""
+def split_options(given: Sequence[ParsedOption], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments that are `own`, with positional ones, and those for vLLM."""
     ours: list[str] = []
     theirs: list[str] = []
     for one in given:
@@ -178,50 +179,50 @@ def split(given: Sequence[GivenOption], own: Collection[str]) -> tuple[list[str]
 
 
 def _last_value(words: Sequence[str], name: str) -> str | None:
-    """The value that an option was last given."""
+    """Return the last value of an option."""
     return next((words[i + 1] for i in range(len(words) - 2, -1, -1) if words[i] == name), None)
 
 
 def vllm_values(words: Sequence[str], name: str) -> list[str]:
-    """The values of one of vLLM's options among its words, however it is spelled."""
+    """Return the values of an option among vLLM's arguments, under any of its names."""
     found: list[str] = []
     for i, word in enumerate(words):
         spelled, equals, value = word.partition("=")
-        if word.startswith("-") and _spelled(spelled) == name:
+        if word.startswith("-") and _canonical_name(spelled) == name:
             following = list(itertools.takewhile(lambda one: not one.startswith("-"), words[i + 1 :]))
             found = [value] if equals else following
     return found
 
 
 def speed_options(words: Sequence[str]) -> dict[str, list[str]]:
-    """Those of vLLM's options that change how fast it is on the same machine, however they are spelled."""
-    given = {_spelled(word.partition("=")[0]) for word in words if word.startswith("-")}
-    return {name: vllm_values(words, name) for name in sorted(_SPEED & given)}
+    """Return the options among vLLM's arguments that change its speed, by canonical name."""
+    given = {_canonical_name(word.partition("=")[0]) for word in words if word.startswith("-")}
+    return {name: vllm_values(words, name) for name in sorted(_SPEED_OPTIONS & given)}
 
 
-def without(words: Sequence[str], name: str) -> list[str]:
-    """The words without an option, its keys (`--name.key`), and their values."""
+def remove_option(words: Sequence[str], name: str) -> list[str]:
+    """Return the arguments without an option, its keys (`--name.key`), and their values."""
     kept: list[str] = []
     is_value_of = False
     for word in words:
         if word.startswith("-"):
-            is_value_of = _spelled(word.partition("=")[0]).partition(".")[0] == name
+            is_value_of = _canonical_name(word.partition("=")[0]).partition(".")[0] == name
         if not is_value_of:
             kept.append(word)
     return kept
 
 
 def vllm_speculation(words: Sequence[str]) -> dict[str, Any] | None:
-    """The speculative config among vLLM's words: as JSON, key by key, or both. None: there is none."""
+    """Return the speculative config among vLLM's arguments, from JSON and single keys; None if there is none."""
     name = "--speculative-config"
     whole = vllm_values(words, name)
     try:
         values: Any = json.loads(whole[0]) if whole else {}
         for i, word in enumerate(words):
             spelled, equals, value = word.partition("=")
-            key = _spelled(spelled).partition(".")
+            key = _canonical_name(spelled).partition(".")
             if word.startswith("-") and key[0] == name and key[2]:
-                _set(values, key[2], value if equals else "".join(words[i + 1 : i + 2]))
+                _set_key(values, key[2], value if equals else "".join(words[i + 1 : i + 2]))
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{name}: expected a JSON object with vLLM's keys: {error}") from None
     if not isinstance(values, dict):
@@ -229,8 +230,8 @@ def vllm_speculation(words: Sequence[str]) -> dict[str, Any] | None:
     return values or None
 
 
-def _as_words(settings: Mapping[str, Any], given: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Options of a file as they are written on a command line, but for those that were given there."""
+def _to_arguments(settings: Mapping[str, Any], given: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return the settings of a file as arguments, except for options that are given on the command line."""
     words: list[str] = []
     for name, value in settings.items():
         if value is None or (name in given and name not in _JSON):
@@ -244,20 +245,22 @@ def _as_words(settings: Mapping[str, Any], given: Sequence[str], flags: Collecti
     return words
 
 
-def _spelled(name: str) -> str:
-    """The name of an option as it is listed: vLLM writes `_` for `-`, and has short ones."""
+def _canonical_name(name: str) -> str:
+    """Return the canonical name of an option: vLLM allows `_` for `-`, and has aliases."""
     name = name.replace("_", "-") if name.startswith("--") else name
     return ALIASES.get(name, name)
 
 
 def _negated(name: str, own_flags: Collection[str]) -> str | None:
-    """Return the flag that `--no-FLAG` switches off, if it is one that is off unless given; None: it is none."""
-    flag = _spelled(f"--{name.removeprefix('--no-')}") if name.startswith("--no-") and name not in own_flags else ""
+    """Return FLAG of `--no-FLAG`, if it is a known flag that is off by default, else None."""
+    flag = (
+        _canonical_name(f"--{name.removeprefix('--no-')}") if name.startswith("--no-") and name not in own_flags else ""
+    )
     return flag if flag in own_flags or FOREIGN.get(flag, {}).get("flag", False) else None
 
 
-def _set(values: dict[str, Any], path: str, text: str) -> None:
-    """`a.b` = text, which may be JSON; `a.b+` adds to a list."""
+def _set_key(values: dict[str, Any], path: str, text: str) -> None:
+    """Set key `a.b` to text, parsed as JSON if possible; `a.b+` appends to a list."""
     *above, key = path.split(".")
     for one in above:
         values = values.setdefault(one, {})
@@ -272,12 +275,12 @@ def _set(values: dict[str, Any], path: str, text: str) -> None:
 
 
 def translate(
-    given: Sequence[GivenOption], own_values: Collection[str], own_flags: Collection[str]
+    given: Sequence[ParsedOption], own_values: Collection[str], own_flags: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the words that are ours, and notes on options that are vLLM's and do no harm.
+    """Return the arguments for our engine, and notes on options of vLLM that have no effect here.
 
-    `own_values` and `own_flags` are our options with and without a value. Raises ConfigError for an option that needs
-    another engine, and for one that nobody has.
+    `own_values` and `own_flags`: our options with and without a value. Raises NeedsVllmError for options that need
+    vLLM, and ConfigError for unknown ones.
     """
     ours: list[str] = []
     notes: list[str] = []
@@ -310,7 +313,7 @@ def translate(
         try:
             config = json.loads(whole)
             for key, value in keys:
-                _set(config, key, value)
+                _set_key(config, key, value)
         except (ValueError, TypeError, AttributeError):
             raise ConfigError(f"{name}.{key}: what is above it is no JSON object") from None
         ours += [name, json.dumps(config)]

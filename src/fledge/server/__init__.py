@@ -1,1 +1,1 @@
-"""The OpenAI-compatible service over the engine, and the page that shows whether speculation pays."""
+"""The OpenAI-compatible HTTP server, and the dashboard that shows whether speculation pays."""

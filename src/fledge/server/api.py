@@ -1,11 +1,11 @@
-"""The endpoints over HTTP: from the bytes of a request to the bytes of its answer.
+"""The HTTP endpoints: authorization, reading of JSON bodies, client disconnects, event streams, the request log.
 
-Bodies are read and checked here, clients that go away noticed, events sent as they come. What a request means is in
-`service.py`.
+`service.py` turns a checked request into a generation.
 """
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from fledge import __version__
 from fledge.errors import FledgeError
-from fledge.server.bridge import ResponsesAnswer
+from fledge.server.base_service import BaseService
+from fledge.server.completions import DONE, OpenAIResponse, event
 from fledge.server.errors import RequestError, refuse
 from fledge.server.protocol import (
     MAX_CONTAINERS,
@@ -34,79 +35,87 @@ from fledge.server.protocol import (
     TokenizeRequest,
     has_too_many_containers,
     parse,
-    request_name,
+    valid_request_id,
 )
 from fledge.server.request_log import RequestLogEntry
-from fledge.server.responses import DONE, OpenAIResponse, event
-from fledge.server.servable import Servable
+from fledge.server.responses_api import ResponsesApiResponse
 from fledge.server.service import Service
 
 _T = TypeVar("_T")
-Answer = OpenAIResponse | ResponsesAnswer
+AnyResponse = OpenAIResponse | ResponsesApiResponse
 _log = logging.getLogger("fledge.server")
 
-MAX_BODIES_BYTES = 64 * 2**20  # that are being read, of all requests together
-SMALL_BODY_BYTES = 64 * 1024  # which get in whatever others do
+MAX_TOTAL_BODY_BYTES = 64 * 2**20  # of all bodies that are being received
+SMALL_BODY_BYTES = 64 * 1024  # bodies up to this size are always read
 MAX_NESTING = 64
 BODY_SECONDS = 60.0  # for a body to arrive
-SLOW_CLIENT_SECONDS = 30.0  # to read the end of a stream
-CLIENT_GONE = 499  # for the log: nobody is there to read a status
+SLOW_CLIENT_SECONDS = 30.0  # beyond the request timeout, to read the end of a stream
+CLIENT_CLOSED_REQUEST = 499  # a status for the log only
 INTERNAL_ERROR = RequestError("the server failed to answer; see its log", status=500)
-REFUSALS = {400: "Wrong request", 401: "No valid key", 403: "Not allowed here", 404: "No such model"}
-REFUSALS |= {408: "Took too long", 409: "Not in this state", 413: "Too large", 415: "Not JSON", 429: "Too busy"}
-REFUSALS |= {503: "Shutting down, or too many large bodies"}
-BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, DrafterRequest)
+ERROR_DESCRIPTIONS = {
+    400: "Invalid request",
+    401: "No valid key",
+    403: "Not allowed",
+    404: "No such model",
+    408: "Timeout",
+    409: "Conflict with the state of the server",
+    413: "Body too large",
+    415: "Not JSON",
+    429: "Too many requests",
+    503: "Shutting down, or too many large bodies",
+}
+REQUEST_MODELS = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, DrafterRequest)
 
 
 def router(service: Service) -> APIRouter:
-    """Return all routes but those of the page."""
+    """Return all routes but those of the dashboard and of administration."""
     routes = APIRouter()
     guarded = [Depends(service.keys.check)]
     started = int(time.time())
 
     @routes.post("/v1/chat/completions", tags=["generation"], **json_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
-        return await _answer(service, request, ChatRequest, "chatcmpl", service.chat)
+        """Generate the next message of a conversation."""
+        return await _respond(service, request, ChatRequest, "chatcmpl", service.chat)
 
     @routes.post("/v1/completions", tags=["generation"], **json_body(CompletionRequest))
     async def completions(request: Request) -> Response:
-        """Continue one or several prompts."""
-        return await _answer(service, request, CompletionRequest, "cmpl", service.complete)
+        """Complete one or several prompts."""
+        return await _respond(service, request, CompletionRequest, "cmpl", service.complete)
 
     @routes.post("/v1/responses", tags=["generation"], **json_body(ResponsesRequest))
     async def responses(request: Request) -> Response:
-        """Answer in the shapes of the Responses API; nothing is stored."""
-        return await _answer(service, request, ResponsesRequest, "resp", service.respond)
+        """The Responses API; nothing is stored."""
+        return await _respond(service, request, ResponsesRequest, "resp", service.respond)
 
     @routes.post("/tokenize", tags=["tokens"], dependencies=guarded, **json_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt, or of a conversation through the chat template."""
-        asked = parse(TokenizeRequest, await read_json(service, request))
-        service.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
+        body = parse(TokenizeRequest, await read_json(service, request))
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
             raise RequestError("expected either 'prompt' or 'messages'")
-        if asked.messages is None:
-            ids = await service.prompts.encode(asked.prompt or "", asked.add_special_tokens)
+        if body.messages is None:
+            ids = await service.prompts.encode(body.prompt or "", body.add_special_tokens)
         else:
-            ids = (await service.prompts.chat(asked)).token_ids
-        strings = service.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+            ids = (await service.prompts.chat(body)).token_ids
+        strings = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         most = service.engine.info.max_model_len
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings})
 
     @routes.post("/detokenize", tags=["tokens"], dependencies=guarded, **json_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
-        asked = parse(DetokenizeRequest, await read_json(service, request))
-        service.check_model(asked.model)
+        body = parse(DetokenizeRequest, await read_json(service, request))
+        service.check_model(body.model)
         vocab_size = service.engine.info.vocab_size
-        if any(not 0 <= token < vocab_size for token in asked.tokens):
+        if any(not 0 <= token < vocab_size for token in body.tokens):
             refuse("tokens", f"allowed are 0 to {vocab_size - 1}")
-        return JSONResponse({"prompt": await service.prompts.decode(asked.tokens)})
+        return JSONResponse({"prompt": await service.prompts.decode(body.tokens)})
 
     @routes.get("/tokenizer_info", tags=["tokens"], dependencies=guarded)
     async def tokenizer_info() -> Response:
-        """Tell the tokenizer's settings and the chat template, for clients that tokenize through `/tokenize`."""
+        """Return the tokenizer's settings and the chat template."""
         return JSONResponse(service.prompts.tokenizer_info())
 
     def card(name: str) -> dict[str, Any]:
@@ -138,19 +147,19 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/health", tags=["operation"], responses={503: {"description": "Shutting down, stalled or dead"}})
     async def health() -> Response:
-        """Tell whether requests are taken: 200 or 503."""
+        """Return 200 if the server takes requests, else 503."""
         return JSONResponse({"status": service.status}, status_code=200 if service.status == "ok" else 503)
 
     routes.add_api_route("/ping", health, methods=["GET", "POST"], tags=["operation"], include_in_schema=False)
 
     @routes.get("/load", tags=["operation"])
     async def load() -> Response:
-        """Tell how many requests are running or waiting."""
+        """Return the number of running and waiting requests."""
         return JSONResponse({"server_load": service.engine.active})
 
     @routes.get("/version", tags=["operation"])
     async def version() -> Response:
-        """Tell the version of the server."""
+        """Return the version of the server."""
         return JSONResponse({"version": __version__})
 
     @routes.get("/metrics", tags=["operation"], response_class=Response)
@@ -162,53 +171,54 @@ def router(service: Service) -> APIRouter:
 
 
 def json_body(kind: type[ApiModel]) -> dict[str, Any]:
-    """Describe a JSON body that an endpoint reads and checks itself, and how it refuses one."""
+    """Return OpenAPI arguments of a route that parses its JSON body itself: the schema of the body, and the errors."""
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
     return {
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": schema}}},
-        "responses": {status: {"description": text} for status, text in REFUSALS.items()},
+        "responses": {status: {"description": text} for status, text in ERROR_DESCRIPTIONS.items()},
     }
 
 
-# Answers
+# Responses
 
 
-async def _answer(
+async def _respond(
     service: Service,
     request: Request,
     kind: type[ApiModel],
     prefix: str,
-    begin: Callable[[Any, RequestLogEntry], Awaitable[Answer]],
+    generate: Callable[[Any, RequestLogEntry], Awaitable[AnyResponse]],
 ) -> Response:
-    named = request_name(request.headers.get("x-request-id"))
-    entry = RequestLogEntry(id=f"{prefix}-{named or uuid.uuid4().hex}", path=request.url.path)
-    headers = {"X-Request-Id": named or entry.id}
+    """Handle a generation request. `prefix`: of its id; `generate`: the method of the service that submits it."""
+    client_id = valid_request_id(request.headers.get("x-request-id"))
+    entry = RequestLogEntry(id=f"{prefix}-{client_id or uuid.uuid4().hex}", path=request.url.path)
+    headers = {"X-Request-Id": client_id or entry.id}
     is_streamed = False
     try:
         owner = await service.keys.check(request)
-        service.admit()
-        asked: Any = parse(kind, await read_json(service, request))
-        if named is None and (named := request_name(getattr(asked, "request_id", None))) is not None:
-            headers["X-Request-Id"] = entry.id = f"{prefix}-{named}"
-        # How fast an answer comes tells nobody of others' prompts.
-        asked.cache_salt = f"{owner}{getattr(asked, 'cache_salt', None) or ''}" or None
-        answer = await begin(asked, entry)
-        if asked.stream:
+        service.check_admission()
+        parsed: Any = parse(kind, await read_json(service, request))
+        if client_id is None and (client_id := valid_request_id(getattr(parsed, "request_id", None))) is not None:
+            headers["X-Request-Id"] = entry.id = f"{prefix}-{client_id}"
+        # Each key has prefixes of its own in the cache, so response times reveal nothing about others' prompts.
+        parsed.cache_salt = f"{owner}{parsed.cache_salt or ''}" or None
+        response = await generate(parsed, entry)
+        if parsed.stream:
             is_streamed = True
-            return EventStream(answer, entry, headers, service.options.request_timeout + SLOW_CLIENT_SECONDS)
+            return EventStream(response, entry, headers, service.options.request_timeout + SLOW_CLIENT_SECONDS)
         try:
-            body = await until_gone(request.receive, answer.whole())
+            body = await run_until_disconnect(request.receive, response.collect())
         finally:
-            answer.generation.close()
-            entry.note(answer.generation)
+            response.generation.close()
+            entry.add_result(response.generation)
         return JSONResponse(body, headers=headers)
-    except FledgeError as wrong:
-        error = RequestError.of(wrong)
+    except FledgeError as refused:
+        error = RequestError.of(refused)
         entry.status, entry.error = error.status, error.code or "invalid_request"
         return error_response(error, headers)
     except ClientDisconnect:
-        entry.status, entry.finish_reason = CLIENT_GONE, "abort"
-        return Response(status_code=CLIENT_GONE)
+        entry.status, entry.finish_reason = CLIENT_CLOSED_REQUEST, "abort"
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception:
         entry.status, entry.error = 500, "internal_error"
         raise
@@ -222,11 +232,8 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     return JSONResponse(error.body(), status_code=error.status, headers={**(headers or {}), **retry})
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, _T], patience: float | None = None) -> _T:
-    """Run `work` for a client that waits for it; cancel it, and raise ClientDisconnect, when the client goes.
-
-    After `patience` seconds a client that does not read counts as gone.
-    """
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
+    """Await `work`. If the client disconnects or `timeout` seconds are over, cancel it and raise ClientDisconnect."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -234,7 +241,7 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, _T], patience: 
 
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
@@ -245,26 +252,26 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, _T], patience: 
 
 
 class EventStream(StreamingResponse):
-    """Sends an answer's events as they come, each at once. An error on the way is the last event."""
+    """Streams server-sent events. An error after the start of the stream is its last event."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, entry: RequestLogEntry, headers: dict[str, str], patience: float) -> None:
+    def __init__(self, response: AnyResponse, entry: RequestLogEntry, headers: dict[str, str], timeout: float) -> None:
         super().__init__(self._events(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
-        self._answer = answer
+        self._response = response
         self._entry = entry
-        self._patience = patience
+        self._timeout = timeout
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         entry = self._entry
-        entry.status = CLIENT_GONE  # unless the last event is sent
+        entry.status = CLIENT_CLOSED_REQUEST  # until the last event is sent
         try:
-            await until_gone(receive, self.stream_response(send), self._patience)
+            await run_until_disconnect(receive, self.stream_response(send), self._timeout)
         except (ClientDisconnect, OSError):
             pass
         finally:
-            self._answer.generation.close()
-            entry.note(self._answer.generation)
+            self._response.generation.close()
+            entry.add_result(self._response.generation)
             if entry.status != 200:
                 entry.finish_reason = "abort" if entry.error is None else "error"
             entry.write()
@@ -272,7 +279,7 @@ class EventStream(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         status, code = 200, None
         try:
-            async for part in self._answer.events():
+            async for part in self._response.events():
                 yield part
         except RequestError as error:
             status, code = error.status, error.code or "error"
@@ -287,31 +294,31 @@ class EventStream(StreamingResponse):
 # Bodies
 
 
-async def read_json(service: Servable, request: Request) -> dict[str, Any]:
-    """Return the JSON object in a request's body. Raises RequestError for anything else."""
+async def read_json(service: BaseService, request: Request) -> dict[str, Any]:
+    """Read a body and return its JSON object. Raises RequestError."""
     check_json(request)
     return _parse_json(await read_body(service, request))
 
 
 def check_json(request: Request) -> None:
-    """Refuse a body that does not say it is JSON: any web page can send such without the browser asking us first."""
+    """Raise RequestError (415) for another content type: browsers send those across origins without a preflight."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise RequestError("the body must be JSON, with the header 'Content-Type: application/json'", status=415)
 
 
-async def read_body(service: Servable, request: Request) -> bytes:
-    """Return a request's body. Raises RequestError where it is too large, or too late."""
-    most, body = service.options.max_body_bytes, bytearray()
+async def read_body(service: BaseService, request: Request) -> bytes:
+    """Read a body. Raises RequestError if it is too large or takes too long."""
+    limit, body = service.options.max_body_bytes, bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 body += part
                 service.body_bytes += len(part)
-                if len(body) > most:
-                    message = f"the body is larger than {most} bytes"
+                if len(body) > limit:
+                    message = f"the body is larger than {limit} bytes"
                     raise RequestError(message, status=413, code="request_too_large")
-                if len(body) > SMALL_BODY_BYTES and service.body_bytes > max(MAX_BODIES_BYTES, most):
+                if len(body) > SMALL_BODY_BYTES and service.body_bytes > max(MAX_TOTAL_BODY_BYTES, limit):
                     message = "too many large requests are arriving; try again"
                     raise RequestError(message, status=503, code="too_many_bodies", retry_after=1)
         return bytes(body)
@@ -328,16 +335,19 @@ def _parse_json(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body has more than {MAX_CONTAINERS} arrays and objects")
     try:
         value = jiter.from_json(body, allow_inf_nan=False)
-    except ValueError as error:  # also for what is no UTF-8, and halves of characters
+    except ValueError as error:  # also for invalid UTF-8 and lone surrogates
         raise RequestError(f"the body is not JSON that can be read here: {error}") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
     if len(value) > MAX_FIELDS:
         raise RequestError(f"the body has {len(value)} fields, allowed are {MAX_FIELDS}")
     level: list[Any] = [value]
-    for _ in range(MAX_NESTING):  # refuse deep JSON, so that whatever walks it later can do so by recursion
+    for _ in range(MAX_NESTING):  # deep JSON is refused, so everything that reads the body later may recurse
         parts = (parent.values() if isinstance(parent, dict) else parent for parent in level)
-        level = [child for part in parts for child in part if isinstance(child, dict | list)]
+        children = [child for part in parts for child in part if isinstance(child, (dict, list, float))]
+        if any(isinstance(child, float) and math.isinf(child) for child in children):  # such as 1e999
+            raise RequestError("the body has a number that is too large for a float")
+        level = [child for child in children if not isinstance(child, float)]
     if level:
         raise RequestError(f"the body is nested more than {MAX_NESTING} deep")
     return value

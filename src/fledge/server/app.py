@@ -1,6 +1,6 @@
-"""The application, and the HTTP server that runs it.
+"""The ASGI application, and the HTTP server that runs it.
 
-The first signal drains, the second ends all answers, the third does not ask.
+The first SIGINT or SIGTERM drains, the second aborts all requests, the third exits at once.
 """
 
 import asyncio
@@ -29,25 +29,31 @@ from fledge.errors import FledgeError
 from fledge.server import admin, api, dashboard, vllm_proxy
 from fledge.server.async_engine import AsyncEngine
 from fledge.server.async_vllm import AsyncVllm
-from fledge.server.connections import BACKLOG, GuardedProtocol, RequestGuard, RequestIds, tell_accept_errors_once
+from fledge.server.base_service import BaseService
+from fledge.server.connections import (
+    BACKLOG,
+    LimitedHttpProtocol,
+    RequestCheckMiddleware,
+    RequestIdMiddleware,
+    limit_accept_error_logs,
+)
 from fledge.server.errors import RequestError
-from fledge.server.protocol import NOT_SERVED
-from fledge.server.servable import Servable
+from fledge.server.protocol import UNSUPPORTED_PATHS
 from fledge.server.service import Service
 from fledge.server.vllm_proxy import VllmProxy
 
 _log = logging.getLogger("fledge.server")
 
-CLOSING_SECONDS = 5  # for connections to be closed after all answers have been sent
+CLOSING_SECONDS = 5  # for connections to close after the last response
 
 
-def create_app(service: Servable) -> FastAPI:
+def create_app(service: BaseService) -> FastAPI:
     """Return the application. It is connected to the engine from its startup to its shutdown."""
     return _service_app(service) if isinstance(service, Service) else _proxy_app(service)
 
 
 def _service_app(service: Service) -> FastAPI:
-    """Our own endpoints, and what they are described with."""
+    """The application for our own engine: its endpoints and their OpenAPI schema."""
     options = service.options
     app = _app(service, openapi_url=None if options.disable_fastapi_docs else "/openapi.json")
     app.include_router(api.router(service))
@@ -55,7 +61,7 @@ def _service_app(service: Service) -> FastAPI:
     app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     known = schema.setdefault("components", {}).setdefault("schemas", {})
-    for body in api.BODIES:
+    for body in api.REQUEST_MODELS:
         made = body.model_json_schema(ref_template="#/components/schemas/{model}")
         known |= made.pop("$defs", {})
         known[body.__name__] = made
@@ -68,19 +74,20 @@ def _service_app(service: Service) -> FastAPI:
     return app
 
 
-def _proxy_app(service: Servable) -> FastAPI:
-    """The page, and vLLM's endpoints, which it describes itself."""
+def _proxy_app(service: BaseService) -> FastAPI:
+    """The application in front of a vLLM: the dashboard, and vLLM's own endpoints."""
     assert isinstance(service, VllmProxy)
     app = _app(service, openapi_url=None)
-    app.user_middleware.append(Middleware(vllm_proxy.ForwardPosts, proxy=service))  # inside of those that refuse
+    # Added last, so it runs after the middleware that refuses requests.
+    app.user_middleware.append(Middleware(vllm_proxy.ForwardPosts, proxy=service))
     app.include_router(admin.router(service))
     app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
-    app.include_router(vllm_proxy.router(service))  # the last: it takes all that is left
+    app.include_router(vllm_proxy.router(service))  # the last: it has a catch-all route
     return app
 
 
-def _app(service: Servable, *, openapi_url: str | None) -> FastAPI:
-    """An application without routes: who may call it, and how it refuses."""
+def _app(service: BaseService, *, openapi_url: str | None) -> FastAPI:
+    """An application without routes: its lifespan, its middleware and the format of its errors."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -95,36 +102,36 @@ def _app(service: Servable, *, openapi_url: str | None) -> FastAPI:
         title="Fledge",
         version=__version__,
         description="OpenAI's API over lossless speculative decoding.",
-        docs_url=None,  # their pages load scripts from elsewhere; ours is below
+        docs_url=None,  # FastAPI's page loads scripts from other hosts
         redoc_url=None,
         openapi_url=openapi_url,
         lifespan=lifespan,
     )
-    app.root_path = options.root_path  # paths are served with it and without
+    app.root_path = options.root_path  # paths work with and without it
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(RequestGuard, hosts=options.allowed_hosts)
+    app.add_middleware(RequestCheckMiddleware, hosts=options.allowed_hosts)
 
-    async def refused(request: Request, error: Exception) -> Response:
+    async def error_handler(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             message = str(error.detail)
             if error.status_code == 404:
                 path, served = request.url.path.removeprefix(options.root_path), ", ".join(app.openapi()["paths"])
-                message = NOT_SERVED.get(path) or f"there is no {path[:100]!r} here, but {served}"
+                message = UNSUPPORTED_PATHS.get(path) or f"there is no {path[:100]!r} here, but {served}"
             return api.error_response(RequestError(message, status=error.status_code), error.headers)
         return api.error_response(RequestError.of(error) if isinstance(error, FledgeError) else api.INTERNAL_ERROR)
 
     for kind in (FledgeError, HTTPException, Exception):
-        app.add_exception_handler(kind, refused)
+        app.add_exception_handler(kind, error_handler)
     return app
 
 
 class DrainingServer(uvicorn.Server):
-    """An HTTP server that lets running answers finish before it stops."""
+    """An HTTP server that lets running requests finish before it stops."""
 
-    def __init__(self, config: uvicorn.Config, service: Servable, on_ready: Callable[[int], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: BaseService, on_ready: Callable[[int], None]) -> None:
         super().__init__(config)
         self.service = service
         self.exit_status = 0
@@ -134,17 +141,17 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self.service.engine.on_death = self._stop  # so that whoever watches the process starts it again
-        tell_accept_errors_once(self._loop)
+        self.service.engine.on_death = self._stop  # the process exits, for a supervisor to restart it
+        limit_accept_error_logs(self._loop)
         await super().startup(sockets)
         if self.started and not self.should_exit:
             bound = self.servers[0].sockets[0]
             self._on_ready(0 if bound.family == socket.AF_UNIX else int(bound.getsockname()[1]))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        """A signal has come. Called by Python between two instructions of the main thread."""
+        """Handle a signal. Called by Python between two instructions of the main thread."""
         self._signals += 1
-        if self._loop is None or self._signals > 2:  # before it runs, or when nothing else helps
+        if self._loop is None or self._signals > 2:  # before the loop runs, or at the third signal
             os._exit(1)
         if self._signals == 2:
             self._loop.call_soon_threadsafe(self._stop)
@@ -161,42 +168,49 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     def _stop(self) -> None:
-        """Tell those who still wait; their connections then close by themselves."""
+        """End all requests with an error, then the server."""
         self.exit_status = 1
         self.should_exit = True
         self.service.engine.fail_all()
 
 
 async def drain(engine: AsyncEngine | AsyncVllm, timeout: float) -> bool:
-    """Wait for all requests to end. Returns False if some have not when the time is up."""
+    """Wait until all requests have ended. Returns False after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while engine.active and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     return not engine.active
 
 
-def http_config(service: Servable, **more: Any) -> uvicorn.Config:
-    """Return how uvicorn serves; `more` are its own settings."""
+def http_config(service: BaseService, **settings: Any) -> uvicorn.Config:
+    """Return the configuration of uvicorn. `settings`: more of its own."""
     return uvicorn.Config(
-        RequestIds(create_app(service)),  # around everything, internal errors too
-        http=GuardedProtocol,
+        RequestIdMiddleware(create_app(service)),  # outermost: internal errors get an id too
+        http=LimitedHttpProtocol,
         ws="none",
         backlog=BACKLOG,
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=CLOSING_SECONDS,
-        **more,
+        **settings,
     )
 
 
 def run(
-    service: Servable, listener: socket.socket, *, on_ready: Callable[[int], None] = lambda _port: None, **more: Any
+    service: BaseService,
+    listener: socket.socket,
+    *,
+    on_ready: Callable[[int], None] = lambda _port: None,
+    **settings: Any,
 ) -> int:
-    """Serve at a bound socket until a signal comes; return the exit status. `on_ready`: called once it listens."""
-    server = DrainingServer(http_config(service, **more), service, on_ready)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else its connections hold the port after a stop
+    """Serve at a bound socket until a signal; return the exit status.
+
+    `on_ready` is called with the port when the server listens. `settings`: as in `http_config`.
+    """
+    server = DrainingServer(http_config(service, **settings), service, on_ready)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else old connections block the port
     gc.collect()
-    gc.freeze()  # what is here stays: looking through it again and again would hold up all streams
+    gc.freeze()  # collections do not scan these objects again, which would delay all streams
     server.run(sockets=[listener])
     return server.exit_status if server.started else 1

@@ -1,7 +1,7 @@
-"""Starts the engine's process: Python with two pipes, before anything slow is imported here.
+"""Starts the engine's process, before this process imports anything slow, so that both import at the same time.
 
-It runs `engine_process.main`: it imports its modules while the parent does the same, and then waits for the arguments
-of `LLM`. It ends when its pipe is closed, even while it loads.
+The child runs `engine_process.main`, which waits for the arguments of `LLM` on a pipe. It exits when the pipe is
+closed, even while it loads.
 """
 
 import os
@@ -14,24 +14,24 @@ from typing import IO, Any
 
 
 class Child:
-    """A child process, and our ends of its pipes."""
+    """A child process and the parent's ends of its two pipes."""
 
     def __init__(self, *, on_gpu: bool = False, start: Callable[..., Any] | None = None) -> None:
-        """Start it. `on_gpu`: it will use the first GPU, if there is one. `start`: how to start it; None: `spawn`."""
+        """Start it. `on_gpu`: begin to initialise CUDA at once. `start`: replaces `spawn` in tests."""
         (their_commands, our_commands), (our_outputs, their_outputs) = os.pipe(), os.pipe()
-        # Can be polled, waited for and killed.
+        # A Popen, or anything with its `poll`, `wait` and `kill`.
         self.process = (start or spawn)(their_commands, their_outputs, on_gpu=on_gpu)
         self.commands: IO[bytes] = os.fdopen(our_commands, "wb", buffering=0)
         self.outputs = Connection(our_outputs, writable=False)
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process and wait until it is gone."""
         self.process.kill()
         self.process.wait()
 
 
 def spawn(commands: int, outputs: int, *, on_gpu: bool) -> Any:
-    """Start Python with the child's ends of the pipes, which are closed here."""
+    """Start Python with the child's ends of the pipes, and close those in this process."""
     # Not with -m: pickled messages would refer to classes of `__main__`.
     # With -P: nothing is imported from the working directory, which may contain a checkpoint's code.
     here = str(Path(__file__).parents[2])

@@ -1,11 +1,11 @@
-"""The engine in a process of its own, so that HTTP and rounds do not compete for the GIL.
+"""The engine in a process of its own, so that HTTP and decoding do not compete for the GIL.
 
     EngineProcess (parent, in the event loop)              EngineWorker (child)
-    calls of its `add`, `abort`, `compile`, ...  ------->  between two steps
+    calls of `add`, `abort`, `compile`, ...  ----------->  executed between two steps
     RequestUpdates and EngineStats  <--------------------  one message for each step, whatever the number of clients
 
-The parent starts Python with `main` of this file (`child.py`). They send each other pickled values over two pipes; data
-of clients is never unpickled. The child ends when its parent does, however that happens.
+The parent starts Python with `main` of this file (`child.py`). The two pipes carry pickled values; data of clients is
+never unpickled. The child exits when its parent does, however that happens.
 """
 
 import asyncio
@@ -54,14 +54,14 @@ PARENT_POLL_MS = 500
 _P = ParamSpec("_P")
 
 
-def packed(value: Any) -> bytes:
-    """Return the bytes that a `Connection` at the other end receives as this value."""
+def encode_message(value: Any) -> bytes:
+    """Return the bytes that `Connection.recv` at the other end decodes to this value."""
     body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return struct.pack("!i", len(body)) + body
 
 
 class EngineProcess:
-    """The parent's end. The child starts at once; call `wait_until_ready` first, then `connect` in the event loop."""
+    """The parent's end. Call `wait_until_ready` first, then `connect` in the event loop."""
 
     info: EngineInfo
 
@@ -73,50 +73,50 @@ class EngineProcess:
         log_format: str = "text",
         child: Child | None = None,
     ) -> None:
-        """`llm`: the arguments of `LLM` in the child. `child`: a process that was started already."""
+        """`llm`: the arguments of `LLM`. `child`: the process, if it was started already."""
         self.tokenizer: Any = None
         self._llm = llm
         child = child or Child()
         self._child, self._commands, self._outputs = child.process, child.commands, child.outputs
         self._writer: asyncio.WriteTransport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._deliver: Callable[..., None] = lambda *_output: None
-        with contextlib.suppress(BrokenPipeError):  # it has died already, which `wait_until_ready` reports
-            self._commands.write(packed((llm, threads, log_format)))
+        self._deliver: Callable[..., None] = lambda *_message: None
+        with contextlib.suppress(BrokenPipeError):  # the child has died, which `wait_until_ready` reports
+            self._commands.write(encode_message((llm, threads, log_format)))
 
     def wait_until_ready(self) -> None:
-        """Wait until the models are loaded. Raises the child's error if they cannot be."""
-        self.tokenizer = load_tokenizer(resolve(self._llm["model"]))  # meanwhile
+        """Wait until the models are loaded. Raises the child's error if that fails."""
+        self.tokenizer = load_tokenizer(resolve(self._llm["model"]))  # while the child loads
         try:
-            answer = self._outputs.recv()
+            reply = self._outputs.recv()
         except EOFError:
             raise ConfigError(f"the engine's process ended with status {self._child.wait()}; see above") from None
-        if not isinstance(answer, EngineInfo):
+        if not isinstance(reply, EngineInfo):
             self._child.wait()
-            raise answer
-        self.info = answer
+            raise reply
+        self.info = reply
 
     async def connect(self, deliver: Callable[..., None]) -> None:
-        """From now on, call `deliver` in the running event loop with the parts of each message of the child."""
+        """Call `deliver(name, *arguments)` in the running event loop for each message of the child."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._writer, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, self._commands)
         self._loop.add_reader(self._outputs.fileno(), self._read)
 
     def send(
-        self, method: Callable[Concatenate["EngineWorker", _P], None], *given: _P.args, **named: _P.kwargs
+        self, method: Callable[Concatenate["EngineWorker", _P], None], *args: _P.args, **kwargs: _P.kwargs
     ) -> None:
         """Call a method of the worker, without waiting. Calls are queued if the pipe is full."""
         assert self._writer is not None, "connect first"
-        if not self._writer.is_closing():  # else the child has ended, which the reader notices
-            self._writer.write(packed((method, given, named)))
+        if not self._writer.is_closing():  # else the child has ended, which `_read` reports
+            self._writer.write(encode_message((method, args, kwargs)))
 
     @property
     def is_alive(self) -> bool:
         return self._child.poll() is None
 
     async def close(self) -> None:
-        """Close the pipe, and wait for the end of the child."""
+        """Close the pipe, and wait until the child has exited."""
         if self._writer is not None:
             self._writer.close()
         try:
@@ -126,22 +126,22 @@ class EngineProcess:
         self._stop_reading()
 
     def kill(self) -> None:
-        """End the child now."""
+        """Kill the child and wait until it is gone."""
         self._child.kill()
         self._child.wait()
 
     def _read(self) -> None:
         try:
-            name, output = self._outputs.recv()
+            name, arguments = self._outputs.recv()
         except (EOFError, OSError):
             self._stop_reading()
-            name, output = "on_died", (self._end(),)
-        self._deliver(name, *output)
+            name, arguments = "on_died", (self._exit_reason(),)
+        self._deliver(name, *arguments)
 
-    def _end(self) -> str:
-        """Return how the child has ended, and log it unless it was asked to."""
+    def _exit_reason(self) -> str:
+        """Return how the child has exited; log it if that was unexpected."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(1)  # its pipes are closed a moment before it is gone
+            self._child.wait(1)  # its pipes are closed a moment before it exits
         status = self._child.poll()
         how = "has closed its pipe" if status is None else f"ended with status {status}"
         if status is not None and status < 0:
@@ -159,7 +159,7 @@ class EngineProcess:
 
 
 class EngineWorker:
-    """Runs an engine until the pipe is closed or it fails. Grammars are compiled in threads."""
+    """Runs an engine until the pipe is closed or the engine fails. Grammars are compiled in threads."""
 
     def __init__(self, engine: Engine, tokenizer: Any, commands: Connection, outputs: Connection) -> None:
         self._engine = engine
@@ -168,12 +168,12 @@ class EngineWorker:
         self._has_commands = select.poll()
         self._has_commands.register(commands.fileno(), select.POLLIN)
         self._outputs = outputs
-        self._writing, self._making_compiler = threading.Lock(), threading.Lock()
+        self._write_lock, self._compiler_lock = threading.Lock(), threading.Lock()
         self._updates: list[RequestUpdate] = []
-        self._told_rounds = 0
-        self._told_calibration: DraftCalibration | None = None
+        self._sent_rounds = 0
+        self._sent_calibration: DraftCalibration | None = None
         self._compiler: GrammarCompiler | None = None
-        self._drafter: Any = None  # loaded, but not in use yet
+        self._next_drafter: Any = None  # loaded, not used yet
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
 
     def run(self) -> None:
@@ -183,23 +183,23 @@ class EngineWorker:
                 while is_idle and not self._updates and not self._has_commands.poll(0) and self._engine.work_ahead():
                     pass
                 while self._has_commands.poll(None if is_idle and not self._updates else 0):
-                    method, given, named = self._commands.recv()
-                    method(self, *given, **named)
+                    method, args, kwargs = self._commands.recv()
+                    method(self, *args, **kwargs)
                     is_idle = not self._engine.has_unfinished
                 self._updates += [] if is_idle else self._engine.step()
                 updates, self._updates = self._updates, []
                 stats = self._engine.stats()
-                fresh, self._told_rounds = stats.num_rounds - self._told_rounds, stats.num_rounds
-                stats.rounds = stats.rounds[-fresh:] if fresh else ()  # those that have not been sent yet
-                told, self._told_calibration = self._told_calibration, stats.calibration
-                stats.calibration = None if told is stats.calibration else stats.calibration
-                self._write("on_step", updates, stats)
+                unsent, self._sent_rounds = stats.num_rounds - self._sent_rounds, stats.num_rounds
+                stats.rounds = stats.rounds[-unsent:] if unsent else ()
+                sent, self._sent_calibration = self._sent_calibration, stats.calibration
+                stats.calibration = None if sent is stats.calibration else stats.calibration
+                self._send("on_step", updates, stats)
         except (EOFError, BrokenPipeError):
-            pass  # the parent has closed the pipe or ended
+            pass  # the parent has closed the pipe or exited
         except Exception as error:
             expected = isinstance(error, DeadEngineError)
             _log.critical("the engine has stopped: %s", describe(error), exc_info=not expected)
-            self._write("on_died", describe(error))
+            self._send("on_died", describe(error))
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -208,10 +208,10 @@ class EngineWorker:
         self._updates += [] if last is None else [last]
 
     def add(self, request_id: str, /, *, grammar: Grammar | None = None, **request: Any) -> None:
-        """Add a request, as `Engine.add_request` does. Its grammar has been compiled."""
+        """Add a request as `Engine.add_request` does. Its grammar was compiled before."""
         try:
-            # It was compiled a moment ago, so it is cached, or at worst compiled again.
-            compiled = None if grammar is None else self._grammars().compile(grammar)()
+            # The compiled grammar is cached; if it has been evicted, it is compiled again.
+            compiled = None if grammar is None else self._grammar_compiler().compile(grammar)()
             info = self._engine.info
             constraint = with_token_rules(compiled, request["params"], self._tokenizer, info.vocab_size)
             self._engine.add_request(request_id, **request, eos_ids=info.eos_ids, constraint=constraint)
@@ -219,19 +219,19 @@ class EngineWorker:
             self._updates.append(RequestUpdate(request_id, [], finish_reason="error", error=describe(error)))
 
     def compile(self, number: int, grammar: Grammar) -> None:
-        """Compile in a thread; `number` identifies the call in the answer."""
+        """Compile in a thread. `number` identifies the call in the reply."""
         self._threads.submit(self._compile, number, grammar)
 
     def _compile(self, number: int, grammar: Grammar) -> None:
         error: RequestError | None = None
         try:
-            self._grammars().compile(grammar)
+            self._grammar_compiler().compile(grammar)
         except RequestError as refused:
             error = refused
         except Exception as unexpected:
             _log.exception("a grammar could not be compiled")
             error = RequestError(f"{grammar.param}: {describe(unexpected)}", param=grammar.param)
-        self._write("on_answer", number, error)
+        self._send("on_reply", number, error)
 
     def load_drafter(self, number: int, model: str) -> None:
         """Load another drafter in a thread, for `exchange_drafter`."""
@@ -239,28 +239,28 @@ class EngineWorker:
         def load() -> None:
             error: FledgeError | None = None
             try:
-                self._drafter = self._engine.prepare_drafter(model)
+                self._next_drafter = self._engine.prepare_drafter(model)
             except FledgeError as refused:
                 error = refused
             except Exception as unexpected:
                 _log.exception("a drafter could not be loaded")
                 error = RequestError(f"{model}: {describe(unexpected)}", status=500)
-            self._write("on_answer", number, error)
+            self._send("on_reply", number, error)
 
         threading.Thread(target=load, name="drafter", daemon=True).start()
 
     def exchange_drafter(self, number: int, model: str) -> None:
-        """Draft with the drafter that was loaded."""
-        new, self._drafter = self._drafter, None
+        """Use the loaded drafter."""
+        new, self._next_drafter = self._next_drafter, None
         error: FledgeError | None = None
         try:
-            self._engine.exchange_drafter(new, known_acceptance(model))
+            self._engine.exchange_drafter(new, baseline_acceptance(model))
         except FledgeError as refused:
             error = refused
-        self._write("on_exchanged", number, self._engine.info, error)
+        self._send("on_exchanged", number, self._engine.info, error)
 
-    def _grammars(self) -> GrammarCompiler:
-        with self._making_compiler:
+    def _grammar_compiler(self) -> GrammarCompiler:
+        with self._compiler_lock:
             if self._compiler is None:
                 info = self._engine.info
                 self._compiler = GrammarCompiler(
@@ -268,14 +268,14 @@ class EngineWorker:
                 )
             return self._compiler
 
-    def _write(self, name: str, *output: Any) -> None:
-        """Send a message to the parent: the name of its method, and the arguments."""
-        with self._writing:
-            self._outputs.send((name, output))
+    def _send(self, name: str, *arguments: Any) -> None:
+        """Send a message to the parent: a method of AsyncEngine, and its arguments."""
+        with self._write_lock:
+            self._outputs.send((name, arguments))
 
 
-def known_acceptance(drafter: str | None) -> Acceptance:
-    """Return the acceptance in a drafter's baseline. The parent reports a damaged file."""
+def baseline_acceptance(drafter: str | None) -> Acceptance:
+    """Return the acceptance in a drafter's baseline, by depth. The parent reports a damaged file."""
     try:
         baseline = None if drafter is None else Baseline.read(resolve(drafter))
     except FledgeError:
@@ -288,8 +288,8 @@ def known_acceptance(drafter: str | None) -> Acceptance:
     return found
 
 
-def _end_with_parent(commands: int, loaded: threading.Event) -> None:
-    """End this process if the parent closes the pipe before the models are `loaded`."""
+def _exit_with_parent(commands: int, loaded: threading.Event) -> None:
+    """Exit if the parent closes the pipe before the models are `loaded`."""
     watched = select.poll()
     watched.register(commands, 0)  # only for the hang-up
     while not loaded.is_set():
@@ -298,16 +298,16 @@ def _end_with_parent(commands: int, loaded: threading.Event) -> None:
 
 
 def main(commands: int, outputs: int) -> None:
-    """Run the child: load, report it, and run until the parent closes the pipe or ends."""
+    """The child: load the models, reply, and run until the parent closes the pipe or exits."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)  # the parent handles them
     reader, writer = Connection(commands, writable=False), Connection(outputs, readable=False)
     try:
         arguments, threads, log_format = reader.recv()
     except EOFError:
-        return  # the parent has ended already
+        return  # the parent has exited
     loaded = threading.Event()
-    threading.Thread(target=_end_with_parent, args=(commands, loaded), name="parent", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(commands, loaded), name="parent", daemon=True).start()
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     set_up_logging(log_format)
     if threads is not None:
@@ -319,12 +319,12 @@ def main(commands: int, outputs: int) -> None:
             writer.send(error)
         return
     _log.info("the models are loaded; measuring what their rounds cost")
-    llm.engine.warm_up(plain=True, acceptance=known_acceptance(llm.engine.info.drafter))
+    llm.engine.warm_up(plain=True, acceptance=baseline_acceptance(llm.engine.info.drafter))
     loaded.set()
-    with contextlib.suppress(BrokenPipeError):  # the parent has ended meanwhile, which the next read reports
+    with contextlib.suppress(BrokenPipeError):  # the parent has exited, which the next read reports
         writer.send(llm.engine.info)
     gc.enable()
-    gc.collect()  # while the parent makes its application
+    gc.collect()  # while the parent creates its application
     gc.freeze()
     EngineWorker(llm.engine, llm.tokenizer, reader, writer).run()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What a client did wrong, or what went wrong here, in OpenAI's error format."""
+"""Errors in OpenAI's format."""
 
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ _TYPES = {
 
 
 class RequestError(FledgeError):
-    """A request that gets an error answer. `param` names the field at fault, `code` is for programs."""
+    """An error response. `param`: the invalid field; `code`: for programs."""
 
     def __init__(
         self,
@@ -29,11 +29,11 @@ class RequestError(FledgeError):
         self.status = status
         self.param = param
         self.code = code
-        self.retry_after = retry_after  # seconds; the header of that name
+        self.retry_after = retry_after  # seconds, for the header Retry-After
 
     @classmethod
     def of(cls, error: FledgeError) -> "RequestError":
-        """Return the answer to a request that is wrong in the eyes of the engine: 400."""
+        """Return the error response for a request that the engine refuses: 400 unless it says otherwise."""
         if isinstance(error, RequestError):
             return error
         if isinstance(error, SwapRefusedError):
@@ -54,7 +54,6 @@ def shutting_down(*, retry_after: int | None = None) -> RequestError:
 
 
 def queue_full(active: int) -> RequestError:
-    """`active`: how many requests the server has."""
     message = f"{active} requests are running or waiting, which is all that this server takes; try again later"
     return RequestError(message, status=429, code="queue_full", retry_after=1)
 
@@ -63,6 +62,6 @@ def timed_out(seconds: float) -> RequestError:
     return RequestError(f"the request took longer than {seconds:g} s", status=408, code="timeout")
 
 
-def refuse(where: str, message: str, **more: Any) -> NoReturn:
-    """Raise RequestError for a field; `more` as there, if the param is not just `where`."""
-    raise RequestError(f"{where}: {message}", **{"param": where, **more})
+def refuse(field: str, message: str, **options: Any) -> NoReturn:
+    """Raise RequestError for a field. `options`: as in RequestError; `param` is `field` by default."""
+    raise RequestError(f"{field}: {message}", **{"param": field, **options})

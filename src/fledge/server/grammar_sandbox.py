@@ -1,11 +1,11 @@
-"""Grammars are tried first where they can do no harm: in a process that has little memory and little CPU time.
+"""Grammars of clients are first compiled in a sandbox: a process with limits on memory and CPU time.
 
-    GrammarSandbox (the engine's process)       `main`, in a process of its own, which holds the tokenizer
-    a grammar's text  ---------------------->   forks: the fork compiles it under limits, says how it went, and ends;
-    null, or what is wrong with it  <--------   or it was killed, which `main` says
+    GrammarSandbox (the engine's process)       `main`, in a process of its own with the tokenizer
+    text of a grammar  --------------------->   forks; the fork compiles it under limits, prints the result and exits
+    null, or the error  <--------------------   or is killed, which `main` reports
 
-The limits are the kernel's: code that never comes back to Python is stopped too, and nobody waits for it at exit. The
-time is the processor's: what a grammar costs, however busy the machine is.
+The kernel enforces the limits, so code that never returns to Python is stopped too, and does not delay the exit. CPU
+time does not depend on how busy the machine is.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-TRIAL_SECONDS = 2.5  # of CPU
-TRIAL_MIB = 128  # beside what the tokenizer takes
+TRIAL_SECONDS = 2.5  # of CPU time
+TRIAL_MIB = 128  # beyond the memory of the tokenizer
 
 
 def compile_text(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> LLMatcher:
-    """The one place where llguidance compiles what a client wrote. The matcher may be one that `is_error`."""
+    """Compile a grammar. The only place that does so. On failure, the matcher's `is_error()` is true."""
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**limits, verbose_errors=False))
     if not matcher.is_error():
-        matcher.compute_bitmask()  # a grammar that matches nothing is only found out here
+        matcher.compute_bitmask()  # finds grammars that match nothing
     return matcher
 
 
 class GrammarSandbox:
-    """Tries grammars in at most so many processes, started when needed. Thread-safe; `check` waits for its turn."""
+    """Compiles grammars in up to `processes` processes, which are started when needed. Thread-safe."""
 
     def __init__(
         self,
@@ -48,21 +48,21 @@ class GrammarSandbox:
     ) -> None:
         """`tokenizer`: the arguments of `LLTokenizer`; `limits`: those of `LLParserLimits`."""
         self._settings = json.dumps([tokenizer, limits, seconds, mib]).encode()
-        self._idle: queue.LifoQueue[Any] = queue.LifoQueue()  # processes; None: one that may be started
+        self._idle: queue.LifoQueue[Any] = queue.LifoQueue()  # None: a process that is not started yet
         for _ in range(processes):
             self._idle.put(None)
 
     def check(self, text: str) -> str | None:
-        """Return what is wrong with a grammar; None: it can be compiled here too."""
+        """Wait for a process, and return the error of a grammar, or None if it is safe to compile here."""
         process = self._idle.get()
         try:
             if process is None or process.poll() is not None:
                 process = self._start()
             process.stdin.write(json.dumps(text).encode() + b"\n")
             process.stdin.flush()
-            answer: str | None = json.loads(process.stdout.readline())
-            return answer
-        except (OSError, ValueError):  # it has died, which is not this grammar's fault
+            error: str | None = json.loads(process.stdout.readline())
+            return error
+        except (OSError, ValueError):  # the process died for another reason
             return "the grammar could not be compiled; try again"
         finally:
             self._idle.put(process)
@@ -75,8 +75,8 @@ class GrammarSandbox:
 
 
 def main() -> None:
-    """Try one grammar after the other, until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody
+    """Compile one grammar after another until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
     arguments, limits, seconds, mib = json.loads(sys.stdin.readline())
     tokenizer = LLTokenizer(arguments.pop("tokenizer"), **arguments)
     for line in sys.stdin:
@@ -96,9 +96,9 @@ def main() -> None:
 
 
 def _limit(seconds: float, mib: int) -> None:
-    """Limit this process, for good."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles the signal: it ends the process
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust says when it aborts
+    """Set the limits of this process."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # the signal ends the process
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # messages of Rust when it aborts
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # no /proc: only the time is limited
         pages = int(Path("/proc/self/statm").read_text().split()[0])

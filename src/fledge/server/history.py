@@ -1,9 +1,8 @@
-"""The last minutes in equal intervals, and whether speculation paid in them: an estimate, and the reason in words.
+"""The statistics of the last minutes in equal intervals, the estimated speed-up of speculation, and notes about it.
 
-A speculation round of `batch` requests costs `cost(batch, arm)` seconds and gives some tokens. Plain decoding needs
+A speculation round of `batch` requests costs `cost(batch, arm)` seconds and yields some tokens. Plain decoding needs
 `tokens / batch` steps of `cost(batch, PLAIN)` seconds for as many. The speed-up is the ratio of the two times; steps
-that drafted nothing count as the same on both sides. Where no plain step was ever measured near a batch size, it is
-unknown, and that is what is said.
+without drafts count the same on both sides. If no plain step was measured near a batch size, the speed-up is unknown.
 """
 
 import time
@@ -28,16 +27,16 @@ INTERVAL_SECONDS = 2.0
 KEPT_INTERVALS = 300  # ten minutes
 CONTEXT_EDGES = (512, 2048, 8192, 32768)
 CONTEXT_BUCKETS = ("up to 512", "513 to 2048", "2049 to 8192", "8193 to 32768", "over 32768")
-MIN_ROUNDS = 30  # rounds before an acceptance length is believed
-KNOWN_SHARE = 0.5  # of the rounds must have both costs, or the whole is unknown
-PAYS = 1.05  # below, speculation is called not worth it
-LOSES = 0.97  # below, it is called a loss
+MIN_ROUNDS = 30  # for an acceptance length
+KNOWN_SHARE = 0.5  # of the rounds whose costs must be known for an estimate
+PAYS = 1.05  # from this speed-up on, speculation pays
+LOSES = 0.97  # below, it slows decoding down
 
 _NOTES = yaml.safe_load((resources.files(__package__) / "notes.yaml").read_text(encoding="utf-8"))
 
 
 def by_context(rounds: Iterable[RoundRecord]) -> dict[str, Counter[tuple[int, int]]]:
-    """Tally a request's rounds by the length of the context they drafted from."""
+    """Return a request's acceptance tallies by length of the context."""
     parts: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
     for record in rounds:
         parts[CONTEXT_BUCKETS[bisect_left(CONTEXT_EDGES, record.start)]][record.drafted, record.accepted] += 1
@@ -46,10 +45,10 @@ def by_context(rounds: Iterable[RoundRecord]) -> dict[str, Counter[tuple[int, in
 
 @dataclass(kw_only=True)
 class HistoryInterval:
-    """Sums over one or several intervals; gauges as they stood at the end.
+    """Sums over one or several intervals, and gauges at the end.
 
-    Each kind of sum is by label: `decode_turns` by mode, `rounds` and `round_tokens` by shape. Those called
-    `acceptance`, by a `Template` or by a bucket of contexts are tallies of `AcceptanceStatistics`.
+    `sums` has a Counter by label for each name: `decode_turns` by mode, `rounds` and `round_tokens` by (batch, arm).
+    Under `acceptance`, a `Template` or a context bucket, it is a tally of `AcceptanceStatistics`.
     """
 
     number: int = 0
@@ -62,15 +61,15 @@ class HistoryInterval:
             mine = self.sums.get(name)
             if mine is None:
                 mine = self.sums[name] = Counter()
-            for label, amount in amounts.items():  # quicker than `update`, and after every step
-                mine[label] += amount  # type: ignore[assignment]  # seconds can be counted too
+            for label, amount in amounts.items():  # faster than `update`; runs after every step
+                mine[label] += amount  # type: ignore[assignment]  # values may be seconds
 
     def __getitem__(self, name: Any) -> Counter[Any]:
         return self.sums.get(name, Counter())
 
     @classmethod
     def sum(cls, parts: Sequence["HistoryInterval"]) -> "HistoryInterval":
-        """Several intervals as one, which shares nothing with them."""
+        """Return the sum of intervals, as an independent copy."""
         total = cls(intervals=len(parts))
         for part in parts:
             total.number, total.gauges = part.number, part.gauges
@@ -87,7 +86,7 @@ class HistoryInterval:
 
     @property
     def contexts(self) -> dict[Any, AcceptanceStatistics]:
-        """Shortest contexts first."""
+        """Acceptance by context bucket, shortest first."""
         return self._acceptance_by(part for part in CONTEXT_BUCKETS if part in self.sums)
 
     def _acceptance_by(self, parts: Iterable[Any]) -> dict[Any, AcceptanceStatistics]:
@@ -95,7 +94,7 @@ class HistoryInterval:
 
     @property
     def fallback_ratio(self) -> float | None:
-        """Share of requests' turns that were decoded without drafts."""
+        """Share of turns without drafts; a turn is one request in one round."""
         turns = self["decode_turns"]
         return ratio(turns["plain"], turns.total())
 
@@ -105,7 +104,7 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 class History:
-    """A ring of intervals. Intervals without any event are there too, with the gauges of the one before."""
+    """A ring buffer of intervals. Intervals without events have the gauges of the one before."""
 
     def __init__(self, *, interval_seconds: float = INTERVAL_SECONDS, kept: int = KEPT_INTERVALS) -> None:
         self.interval_seconds = interval_seconds
@@ -113,14 +112,14 @@ class History:
         self._began = time.monotonic()
         self._closed: deque[HistoryInterval] = deque(maxlen=kept)
         self._current = HistoryInterval()
-        self._since = 0  # the first interval that `latest` sums
+        self._since = 0  # number of the first interval that `latest` uses
 
-    def begin_anew(self) -> None:
-        """Sum, in `latest`, only what comes after the present interval. The ring keeps what there is."""
+    def restart(self) -> None:
+        """Exclude all intervals up to the present one from `latest`."""
         self._since = self.current().number + 1
 
     def current(self) -> HistoryInterval:
-        """The interval that now belongs to; closes those before it."""
+        """Return the present interval, after closing those before it."""
         number = int((time.monotonic() - self._began) / self.interval_seconds)
         last = self._current
         for following in range(max(last.number + 1, number - self.kept), number + 1):
@@ -129,43 +128,43 @@ class History:
         return self._current
 
     def closed(self) -> list[HistoryInterval]:
-        """The intervals that have ended, oldest first. They change no more."""
+        """Return the intervals that have ended, oldest first."""
         self.current()
         return list(self._closed)
 
     def latest(self, intervals: int) -> HistoryInterval:
-        """The sum of so many of the latest intervals, the current one included, as far as they belong together."""
+        """Return the sum of the latest intervals, including the present one."""
         latest = [*self.closed()[1 - intervals :], self._current]
-        begun = [one for one in latest if one.number >= self._since]
-        return HistoryInterval.sum(begun or [HistoryInterval(number=latest[-1].number, gauges=latest[-1].gauges)])
+        since = [interval for interval in latest if interval.number >= self._since]
+        return HistoryInterval.sum(since or [HistoryInterval(number=latest[-1].number, gauges=latest[-1].gauges)])
 
 
-class SpeedUp(NamedTuple):
-    """Tokens per second of decoding, over what it would be without speculation."""
+class SpeedupEstimate(NamedTuple):
+    """The ratio of decoding speed to the speed without speculation, and what it follows from."""
 
     value: float | None = None  # None: unknown
-    tokens_per_round: float | None = None  # of one request, rounds without drafts of its own included
-    break_even: float | None = None  # tokens per round at which speculation costs as much as it saves
+    tokens_per_round: float | None = None  # per request, of rounds with drafts for some request
+    break_even: float | None = None  # tokens per round at which the speed-up is 1
     batch: int = 0  # the typical batch
-    arm: Arm = PLAIN  # and what it mostly verified
+    arm: Arm = PLAIN  # the most frequent one with drafts
 
 
-def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
-    """Estimate the speed-up of all decoding that was seen. What a round gives and costs is told of those with drafts.
+def estimate_speedup(seen: HistoryInterval, stats: EngineStats) -> SpeedupEstimate:
+    """Estimate the speed-up of all decoding in `seen`; tokens and costs per round are of rounds with drafts.
 
-    Where they do not tell, the controller's choice does: what it expects of the arm it has chosen.
+    If their costs are unknown, the estimate is what the controller expects of the arm that it has chosen.
     """
     costs, choice = stats.costs, stats.choice
     speculative = {shape: count for shape, count in seen["rounds"].items() if shape[1].depth and count > 0}
     tokens = seen["round_tokens"]
     total = sum(speculative.values())
-    expected = SpeedUp() if choice is None else SpeedUp(value=choice.speed_up, break_even=choice.cost)
+    expected = SpeedupEstimate() if choice is None else SpeedupEstimate(value=choice.speed_up, break_even=choice.cost)
     if total == 0:
         return expected if stats.typical_round is None else _typical(seen.acceptance, *stats.typical_round, costs)
     rows = sum(batch * count for (batch, _), count in speculative.items())
     tokens_per_round = sum(tokens[shape] for shape in speculative) / rows
     arm = max(speculative, key=lambda shape: speculative[shape])[1]
-    estimate = SpeedUp(tokens_per_round=tokens_per_round, batch=round(rows / total), arm=arm)
+    estimate = SpeedupEstimate(tokens_per_round=tokens_per_round, batch=round(rows / total), arm=arm)
     spent = plain = break_even = 0.0
     known_rounds = known_rows = 0
     for shape, count in speculative.items():
@@ -182,39 +181,39 @@ def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
     return estimate._replace(value=(plain + undrafted) / (spent + undrafted), break_even=break_even / known_rows)
 
 
-def _typical(acceptance: AcceptanceStatistics, batch: int, arm: Arm, costs: CostTable) -> SpeedUp:
-    """The estimate by what a round gave on average, where rounds are not told one by one."""
+def _typical(acceptance: AcceptanceStatistics, batch: int, arm: Arm, costs: CostTable) -> SpeedupEstimate:
+    """Estimate by mean acceptance and typical batch, for an engine that does not report single rounds."""
     length, step, cost = acceptance.acceptance_length, costs.cost(batch, PLAIN), costs.cost(batch, arm)
-    estimate = SpeedUp(tokens_per_round=length, batch=batch, arm=arm)
+    estimate = SpeedupEstimate(tokens_per_round=length, batch=batch, arm=arm)
     if length is None or not step or cost is None:
         return estimate
     return estimate._replace(value=length * step / cost, break_even=cost / step)
 
 
 class SpeculationNote(NamedTuple):
-    """One sentence or two for people, the most important first."""
+    """One or two sentences for the dashboard or the log."""
 
     level: str  # good, info, warning or bad
     text: str
 
 
 def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> list[SpeculationNote]:
-    """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why."""
+    """Return notes on whether speculation pays and, if not, for which traffic and why. The verdict comes first."""
     if not has_drafter or stats.drafter_failure is not None:
         return [note("failed" if has_drafter else "no_drafter")]
     acceptance, num_rounds = seen.acceptance, seen["rounds"].total()
     length = acceptance.acceptance_length
     rates, is_certain = acceptance.rate_by_depth, acceptance.rounds >= MIN_ROUNDS
-    # By all that was ever drafted: a wrong drafter is not used for long, and must be told of all the same.
-    dead = dead_drafter(acceptance if is_certain else stats.acceptance)
+    # With few rounds of late, by all rounds: the controller soon stops using a wrong drafter.
+    dead = dead_drafter_notes(acceptance if is_certain else stats.acceptance)
     choice = stats.choice
     is_chosen = choice is not None and choice.reason != "fixed" and num_rounds > 0
-    chosen = _chosen(choice) if choice is not None and is_chosen else []
+    chosen = _controller_notes(choice) if choice is not None and is_chosen else []
     if length is None:
         return [*dead, *(chosen or [note("only_plain" if num_rounds else "idle")])]
-    estimate = speed_up(seen, stats)
+    estimate = estimate_speedup(seen, stats)
     value, break_even = estimate.value, estimate.break_even
-    if not num_rounds and value is None:  # rounds that are not told one by one, of an engine that was not measured
+    if not num_rounds and value is None:  # single rounds are not reported, and costs were not measured
         return [note("untold", length=length, batch=estimate.batch or 1), *dead]
     if value is None or break_even is None:
         return [*(chosen or [note("unknown", length=length, batch=estimate.batch)]), *dead]
@@ -223,28 +222,28 @@ def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> 
     name = "pays" if value >= PAYS else "loses" if value < LOSES else "held_back" if is_held_back else "hardly_pays"
     verdict = note(name, value=value, per_round=estimate.tokens_per_round, break_even=break_even, share=share)
     if value >= PAYS:
-        return [verdict, *chosen, *_slow_parts(seen, break_even)]
-    if chosen:  # what could be done about batch and depth is done
-        return [verdict, *chosen, *dead, *_slow_parts(seen, break_even)]
+        return [verdict, *chosen, *_below_break_even(seen, break_even)]
+    if chosen:  # the controller adapts to batch and depth already
+        return [verdict, *chosen, *dead, *_below_break_even(seen, break_even)]
     useful = sum(rate >= 0.1 for rate in rates)
     is_too_deep = is_certain and 0 < useful < len(rates) and break_even >= PAYS
     depth = [note("depth", useful=useful, rate=rates[useful])] if is_too_deep else []
-    return [verdict, *dead, *_batch(length, stats.costs, estimate), *_slow_parts(seen, break_even), *depth]
+    return [verdict, *dead, *_batch_notes(length, stats.costs, estimate), *_below_break_even(seen, break_even), *depth]
 
 
-def _chosen(choice: DepthChoice) -> list[SpeculationNote]:
-    """What the controller does now, and why."""
+def _controller_notes(choice: DepthChoice) -> list[SpeculationNote]:
+    """Return notes on what the controller does, and why."""
     which = "drafts" if choice.arm.depth else "drafts_nothing"
     if choice.tokens is None:
         which = "measuring"
     elif choice.reason in ("trial", "return"):
         which = choice.reason
-    figures = choice._asdict() | {"arm": _words(choice.arm), "shown": _words(choice.shown)}
+    figures = choice._asdict() | {"arm": _describe(choice.arm), "shown": _describe(choice.shown)}
     draws = choice.arm.depth and not choice.arm.is_tree and choice.sampled_drafts
     return [note(which, **figures), *([note("sampled_drafts", **figures)] if draws else [])]
 
 
-def _words(arm: Arm) -> str:
+def _describe(arm: Arm) -> str:
     if not arm.depth:
         return "nothing"
     if arm.is_tree:
@@ -252,19 +251,19 @@ def _words(arm: Arm) -> str:
     return f"{arm.depth} token{'s' if arm.depth > 1 else ''} ahead"
 
 
-def dead_drafter(acceptance: AcceptanceStatistics) -> list[SpeculationNote]:
-    """The note about a drafter that looks like another target's, if this one does."""
+def dead_drafter_notes(acceptance: AcceptanceStatistics) -> list[SpeculationNote]:
+    """Return a note if the drafter seems to be another target's."""
     return [note("dead_drafter", rate=acceptance.rate_by_depth[0])] if acceptance.is_hopeless else []
 
 
 def note(which: str, **figures: Any) -> SpeculationNote:
-    """A sentence of notes.yaml with its figures."""
+    """Return a note of notes.yaml with its figures."""
     level, text = _NOTES[which]
     return SpeculationNote(level, text.format(**figures))
 
 
-def _batch(length: float, costs: CostTable, estimate: SpeedUp) -> list[SpeculationNote]:
-    """The drafts are good enough for small batches, but not for these."""
+def _batch_notes(length: float, costs: CostTable, estimate: SpeedupEstimate) -> list[SpeculationNote]:
+    """Return a note if drafts pay at small batches but not at this one."""
     batch, arm = estimate.batch, estimate.arm
     smallest = costs.smallest_batch(arm)
     at_smallest = None if smallest is None else costs.ratio(smallest, arm)
@@ -277,9 +276,9 @@ def _batch(length: float, costs: CostTable, estimate: SpeedUp) -> list[Speculati
     return [note("batch", batch=batch, busy=max(2, batch // 2), length=length, **ratios)]
 
 
-def _slow_parts(seen: HistoryInterval, break_even: float) -> list[SpeculationNote]:
-    """The templates and context lengths that lie below the break-even."""
-    low, fine = _divide({template.label: part for template, part in seen.templates.items()}, break_even)
+def _below_break_even(seen: HistoryInterval, break_even: float) -> list[SpeculationNote]:
+    """Return notes on templates and context lengths below the break-even."""
+    low, fine = _split_at_break_even({template.label: part for template, part in seen.templates.items()}, break_even)
     best = max(fine.values(), default=0.0)
     notes = [
         note("template" if fine else "traffic", name=name, length=length, break_even=break_even, best=best)
@@ -287,15 +286,17 @@ def _slow_parts(seen: HistoryInterval, break_even: float) -> list[SpeculationNot
     ]
     if len(low) > 3:
         notes.append(note("more_templates", count=len(low) - 3))
-    low, fine = _divide(seen.contexts, break_even)
+    low, fine = _split_at_break_even(seen.contexts, break_even)
     if low and fine:
         (name, length), (reference, best) = list(low.items())[-1], next(iter(fine.items()))
         notes.append(note("context", name=name, length=length, break_even=break_even, fine=reference, best=best))
     return notes
 
 
-def _divide(parts: Mapping[str, AcceptanceStatistics], break_even: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Split parts with enough rounds into those below the break-even and the others, with their acceptance lengths."""
+def _split_at_break_even(
+    parts: Mapping[str, AcceptanceStatistics], break_even: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the acceptance lengths of parts with enough rounds: those below the break-even, and the others."""
     lengths = {name: part.acceptance_length for name, part in parts.items() if part.rounds >= MIN_ROUNDS}
     known = {name: length for name, length in lengths.items() if length is not None}
     low = {name: length for name, length in known.items() if length < break_even}

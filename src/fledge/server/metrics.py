@@ -1,7 +1,7 @@
-"""Watches the engine: metrics for Prometheus, and the last ten minutes for the page.
+"""Metrics for Prometheus, and the history of the last ten minutes for the dashboard.
 
-metrics.yaml names the metrics. What the engine counts itself is read from its latest `EngineStats` when somebody
-scrapes; the rest is summed here, of each interval and since the beginning, or is in prometheus_client's histograms.
+metrics.yaml defines the metrics. Counters of the engine are read from its latest `EngineStats` at each scrape. The rest
+is summed here, per interval and in total, or is in prometheus_client's histograms.
 """
 
 import itertools
@@ -25,19 +25,19 @@ from fledge.engine.arms import PLAIN
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import EngineStats
 from fledge.evaluation.baseline import Baseline
-from fledge.server.history import History, HistoryInterval, by_context, dead_drafter, speed_up
-from fledge.server.live_drafter import KINDS, DrafterSums, DrafterWatch, growth_of, reliability_of
-from fledge.server.live_drift import DriftWatch, Traits
+from fledge.server.drafter_monitor import KINDS, DrafterCounts, DrafterMonitor, growth_of, reliability_of
+from fledge.server.drift_monitor import DriftMonitor, RequestTraits
+from fledge.server.history import History, HistoryInterval, by_context, dead_drafter_notes, estimate_speedup
 from fledge.server.prompts import Template
 
 _log = logging.getLogger("fledge.server")
 
-PREFIX = "fledge_"  # vLLM writes "vllm:", but colons are for recording rules, and promtool says so
-RECENT_INTERVALS = 60  # two minutes: what verdicts and estimates are about
+PREFIX = "fledge_"  # not "fledge:" as in vLLM: promtool reserves colons for recording rules
+RECENT_INTERVALS = 60  # two minutes: the window of notes and estimates
 MAX_TEMPLATES = 20
 PHASES = ("verify", "accept", "draft")
-# Sums that are metrics too, and the labels that they have from the beginning: Prometheus sees no rise in what begins at
-# 1, so an alert would sleep through the first request refused.
+# Sums that are metrics, and their initial labels. They start at 0, because Prometheus sees no increase in a counter
+# that appears with 1.
 COUNTED = {
     "decode_turns": ("speculative", "plain"),
     "spec_decode_phase_seconds": PHASES,
@@ -54,7 +54,7 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # 
 
 
 class Metrics(Collector):
-    """The figures of one engine. May be told and asked by several threads; several can live in one process."""
+    """All metrics of one engine. Thread-safe; one process may have several."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Metrics(Collector):
         drafter: str | None = None,
         baseline: Baseline | None = None,
     ) -> None:
-        """`drafter`: its name, for the page; `baseline`: its own, if it has one, to compare live traffic with.
+        """`drafter`: its name, for the dashboard. `baseline`: its baseline, to compare live traffic with.
 
-        `switchable`: a request may ask for no speculation.
+        `switchable`: requests can turn speculation off.
         """
         self.model_name = model_name
         self.has_drafter = has_drafter
@@ -78,9 +78,9 @@ class Metrics(Collector):
         self.started = time.time()
         self.history = history or History()
         self.stats = EngineStats()  # the latest
-        self.total = HistoryInterval()  # since the beginning
+        self.total = HistoryInterval()  # since the start
         self.lock = threading.Lock()
-        self._begin_drafter(drafter, baseline)
+        self._set_drafter(drafter, baseline)
         registry = self._registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)
@@ -88,66 +88,66 @@ class Metrics(Collector):
             name: Histogram(PREFIX + name, words, ("model_name",), registry=registry, buckets=_METRICS["edges"][edges])
             for name, (words, edges) in _METRICS["observed"].items()
         }
-        for histogram in self._histograms.values():  # shown from the beginning, like these
+        for histogram in self._histograms.values():  # exposed from the start
             histogram.labels(model_name)
         self._add({name: dict.fromkeys(labels, 0) for name, labels in COUNTED.items()})
 
-    def _begin_drafter(self, name: str | None, baseline: Baseline | None) -> None:
+    def _set_drafter(self, name: str | None, baseline: Baseline | None) -> None:
         self.drafter = name
         self.baseline = baseline
-        self.watch = None if baseline is None else DriftWatch(baseline)
-        self.drafter_watch = None if baseline is None else DrafterWatch(baseline)
-        self._drafter_sums = DrafterSums()
-        self._warned = False  # of a drafter that looks like another target's
+        self.drift_monitor = None if baseline is None else DriftMonitor(baseline)
+        self.drafter_monitor = None if baseline is None else DrafterMonitor(baseline)
+        self._drafter_counts = DrafterCounts()
+        self._warned = False  # of a drafter that seems to be another target's
 
-    # What the engine tells
+    # Input
 
     def on_drafter(self, name: str | None, baseline: Baseline | None) -> None:
-        """Another drafter drafts: what was counted of the one before says nothing of it. Engine totals begin anew."""
+        """Handle a drafter swap: statistics of speculation start again."""
         with self.lock:
-            self._begin_drafter(name, baseline)
+            self._set_drafter(name, baseline)
             self.stats = replace(self.stats)
             self.stats.begin_drafter()
-            self.history.begin_anew()
+            self.history.restart()
             self._add({"drafter_swaps": {"exchanged": 1}})
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Take where the engine stands. Comes after every step, so its latest rounds are those since the last time."""
+        """Handle the engine's statistics after a step. `stats.rounds` ends with the rounds since the last call."""
         with self.lock:
             before, self.stats = self.stats, stats
             interval = self.history.current()
-            interval.gauges = {"running": stats.running, "waiting": stats.waiting, "kv": kv_use(stats)}
-            fresh = stats.num_rounds - before.num_rounds
+            interval.gauges = {"running": stats.running, "waiting": stats.waiting, "kv": kv_usage(stats)}
+            num_rounds = stats.num_rounds - before.num_rounds
             prompt, output = stats.prompt_tokens - before.prompt_tokens, stats.output_tokens - before.output_tokens
-            self._add({"tokens": {"prompt": prompt, "output": output}, **self._drafter_sums.fresh(stats)})
+            self._add({"tokens": {"prompt": prompt, "output": output}, **self._drafter_counts.since_last(stats)})
             tally = stats.acceptance.tally - before.acceptance.tally
             if tally:
                 self._add({"acceptance": tally})
-            for note in [] if self._warned else dead_drafter(stats.acceptance):
+            for note in [] if self._warned else dead_drafter_notes(stats.acceptance):
                 self._warned = True
                 _log.warning("%s", note.text)
-            if fresh <= 0:  # or its rounds are not told one by one
+            if num_rounds <= 0:  # none, or the engine does not report single rounds
                 return
-            rounds = stats.rounds[-fresh:]
+            rounds = stats.rounds[-num_rounds:]
             turns, drafted = sum(report.batch for report in rounds), tally.total()
-            seconds = (_busy_seconds(stats) - _busy_seconds(before)) / fresh  # rounds read in one step share its time
-            # A round is one piece for each request in it. prometheus_client's histograms count one value at a time.
+            seconds = (_busy_seconds(stats) - _busy_seconds(before)) / num_rounds  # of one step, on average
+            # One observation for each request of a round; prometheus_client's histograms take only single values.
             gaps = {bisect_left(_TOKEN_GAP_EDGES, seconds): turns}
             self._add({"token_gaps": gaps, "token_gap_seconds": {"": seconds * turns}})
             self._add({"decode_turns": {"speculative": drafted, "plain": max(0, turns - drafted)}})
             for report in rounds:
                 shape, phases = (report.batch, report.verify), report.seconds._asdict()
-                given = {"rounds": {shape: 1}, "round_tokens": {shape: report.tokens}}
-                self._add({**given, "spec_decode_phase_seconds": phases})
+                counts = {"rounds": {shape: 1}, "round_tokens": {shape: report.tokens}}
+                self._add({**counts, "spec_decode_phase_seconds": phases})
 
-    def on_finished(self, last: RequestUpdate, traits: Traits) -> None:
-        """Count a request that the engine has ended, by its last update."""
+    def on_finished(self, last: RequestUpdate, traits: RequestTraits) -> None:
+        """Handle the end of a request. `last`: its last update."""
         metrics, template = last.metrics, traits.template
-        if metrics is None:  # the engine never had it
+        if metrics is None:  # the engine has not run it
             return
         with self.lock:
             if template not in self.total.sums and len(self.total.templates) >= MAX_TEMPLATES:
-                template = Template("other", "")  # labels must not grow
+                template = Template("other", "")  # limits the number of labels
             self._add({"request_success": {last.finish_reason or "abort": 1}, "requests": {template: 1}})
             for name, value in (
                 ("request_prompt_tokens", metrics.prompt_tokens),
@@ -163,18 +163,18 @@ class Metrics(Collector):
                 self._add({"ttft": {"seconds": metrics.time_to_first_token, "requests": 1}})
             self._add({template: metrics.acceptance.tally})
             self._add(by_context(metrics.rounds))
-            if self.watch is not None and not traits.is_mixed:
-                self.watch.on_finished(metrics, traits._replace(template=template))
-            if self.drafter_watch is not None and self.drafter_watch.is_due:
-                self.drafter_watch.check(self.history.latest(self.history.kept))
+            if self.drift_monitor is not None and not traits.has_two_drafters:
+                self.drift_monitor.on_finished(metrics, traits._replace(template=template))
+            if self.drafter_monitor is not None and self.drafter_monitor.is_due:
+                self.drafter_monitor.check(self.history.latest(self.history.kept))
 
     def on_rejected(self, reason: str) -> None:
-        """Count a request that was refused before the engine saw it."""
+        """Count a request that was refused before it reached the engine."""
         with self.lock:
             self._add({"requests_rejected": {reason: 1}})
 
     def on_swap_refused(self) -> None:
-        """Count a drafter that was not taken."""
+        """Count a failed drafter swap."""
         with self.lock:
             self._add({"drafter_swaps": {"refused": 1}})
 
@@ -182,10 +182,10 @@ class Metrics(Collector):
         self.total.add(sums)
         self.history.current().add(sums)
 
-    # What others ask
+    # Output
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format. docs/observability.md says what they mean."""
+        """Return all metrics in Prometheus' text format. docs/observability.md explains them."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
@@ -197,23 +197,27 @@ class Metrics(Collector):
         buckets = zip((*map(str, _TOKEN_GAP_EDGES), "+Inf"), counts, strict=True)
         gaps.add_metric((self.model_name,), list(buckets), total["token_gap_seconds"][""])
         drafted, accepted = stats.acceptance.drafted_by_depth, stats.acceptance.accepted_by_depth
-        estimate, watch, drafter_watch = speed_up(recent, stats), self.watch, self.drafter_watch
+        estimate, drift_monitor, drafter_monitor = (
+            estimate_speedup(recent, stats),
+            self.drift_monitor,
+            self.drafter_monitor,
+        )
         reliability = Reliability.merge(reliability_of(total, kind) for kind in KINDS).sums
-        values: dict[str, Any] = {  # numbers, by label where there is one; None: not known, and not exposed
+        values: dict[str, Any] = {  # a number, or numbers by label; None: unknown, not exposed
             "spec_decode_num_drafts": stats.acceptance.rounds,
             "spec_decode_num_draft_tokens": sum(drafted),
             "spec_decode_num_accepted_tokens": sum(accepted),
             **{name: getattr(stats, field) for name, field in _METRICS["fields"].items()},
             "spec_decode_num_accepted_tokens_per_pos": dict(enumerate(accepted)),
             "spec_decode_num_draft_tokens_per_pos": dict(enumerate(drafted)),
-            "kv_cache_usage_perc": kv_use(stats),
+            "kv_cache_usage_perc": kv_usage(stats),
             "spec_decode_hopeless": float(stats.acceptance.is_hopeless),
             "spec_decode_fallback": float(stats.drafter_failure is not None),
-            "spec_decode_acceptance_drift": None if watch is None else watch.certain_fall,
+            "spec_decode_acceptance_drift": None if drift_monitor is None else drift_monitor.significant_drop,
             "spec_decode_state_growth": dict(enumerate(growth_of(whole).by_depth)),
             "spec_decode_calibration_error": {kind: reliability_of(whole, kind).error for kind in KINDS},
-            "spec_decode_state_growth_drift": None if drafter_watch is None else drafter_watch.growth_drift,
-            "spec_decode_calibration_drift": None if drafter_watch is None else drafter_watch.calibration_drift,
+            "spec_decode_state_growth_drift": None if drafter_monitor is None else drafter_monitor.growth_drift,
+            "spec_decode_calibration_drift": None if drafter_monitor is None else drafter_monitor.calibration_drift,
             "server_info": {self.version: 1.0},
             "spec_decode_fallback_ratio": recent.fallback_ratio,
             "spec_decode_depth": None if stats.choice is None else stats.choice.arm.depth,
@@ -225,8 +229,8 @@ class Metrics(Collector):
             },
             **{name: total[name] for name in COUNTED},
         }
-        for name, of in (("draft", "drafts"), ("accepted", "accepted")):
-            by_confidence = {f"{(i + 1) / BINS:g}": reliability[i, of] for i in range(BINS)}
+        for name, column in (("draft", "drafts"), ("accepted", "accepted")):
+            by_confidence = {f"{(i + 1) / BINS:g}": reliability[i, column] for i in range(BINS)}
             values[f"spec_decode_confidence_num_{name}_tokens"] = by_confidence
         for kind, parts in (("template", total.templates), ("context", total.contexts)):
             name = f"spec_decode_{kind}_num"
@@ -246,11 +250,11 @@ class Metrics(Collector):
         return family
 
 
-def kv_use(stats: EngineStats) -> float:
-    """The share of the KV cache's blocks in use."""
+def kv_usage(stats: EngineStats) -> float:
+    """Return the share of the KV cache's blocks in use."""
     return stats.kv_used / stats.kv_capacity if stats.kv_capacity else 0.0
 
 
 def _busy_seconds(stats: EngineStats) -> float:
-    """The wall time of all steps so far."""
+    """Return the wall time of all steps so far."""
     return stats.schedule_seconds + stats.launch_seconds + stats.read_seconds

@@ -1,4 +1,4 @@
-"""The settings of a service, beside those of its engine, and who may use it."""
+"""The settings of the server, beside those of the engine; API keys."""
 
 import hashlib
 import hmac
@@ -19,14 +19,14 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """How a service behaves. Names as in `vllm serve` where it has the same."""
+    """Settings of the server, under the names of `vllm serve` where it has them."""
 
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
-    admin_api_keys: tuple[str, ...] = ()  # for what changes the server itself; none: nobody may
+    admin_api_keys: tuple[str, ...] = ()  # for the endpoints under /admin; if empty, those are disabled
     chat_template: str | None = None  # the template's text; None: the tokenizer's own
     chat_template_name: str | None = None  # for metrics
-    chat_template_content_format: str = "auto"  # "string", "openai": parts; "auto": as the template has it
+    chat_template_content_format: str = "auto"  # "string", "openai" (a list of parts), or "auto": by the template
     response_role: str = "assistant"
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_call_parser: str | None = None  # a name, "auto" or None
@@ -34,7 +34,7 @@ class ServeOptions:
     disable_any_whitespace: bool = False  # in structured JSON
     allow_client_templates: bool = False
     cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # names in `Host` that are answered, beside this machine's; none: any
+    allowed_hosts: tuple[str, ...] = ()  # allowed names in `Host`, beside those of localhost; if empty, any
     root_path: str = ""
     disable_fastapi_docs: bool = False
     max_logprobs: int = MAX_LOGPROBS
@@ -62,7 +62,7 @@ class ServeOptions:
             raise ConfigError(f"--chat-template-content-format: found '{found}', allowed is {allowed}")
         if self.max_queue < 0:
             raise ConfigError(f"--max-queue: found {self.max_queue}, allowed is 0 or more")
-        ApiKeys(self.api_keys)  # these four refuse what they cannot be
+        ApiKeys(self.api_keys)  # these four raise ConfigError for invalid values
         AdminKeys(self.admin_api_keys)
         tool_parser(self.tool_call_parser)
         reasoning_parser(self.reasoning_parser)
@@ -73,10 +73,10 @@ class ServeOptions:
 
 
 class ApiKeys:
-    """The keys that open the service; none: it is open. Keys are kept as digests, and shown to nobody."""
+    """The keys of clients; if there are none, everybody is authorized. Only digests are kept."""
 
     OPTION = "--api-key"
-    WANTED = "this server needs an API key"
+    REASON = "this server needs an API key"
 
     def __init__(self, keys: Sequence[str]) -> None:
         if not all(key.strip() for key in keys):
@@ -84,23 +84,23 @@ class ApiKeys:
         self._digests = [_digest(key) for key in keys]
 
     def match(self, key: str) -> bool:
-        """Compare with every key, each in constant time: how long it takes says nothing about any of them."""
+        """Whether it is one of the keys. All are compared, each in constant time, so timing reveals nothing."""
         return sum(hmac.compare_digest(digest, _digest(key)) for digest in self._digests) > 0
 
     async def check(self, request: Request) -> str:
-        """Raise RequestError (401) unless the request carries a key. Return what tells its owner from the others."""
+        """Raise RequestError (401) unless the request has a valid key. Return the digest of the key."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if self._digests and (scheme.lower() != "bearer" or not self.match(key.strip())):
-            message = f"{self.WANTED}: send the header 'Authorization: Bearer KEY'"
+            message = f"{self.REASON}: send the header 'Authorization: Bearer KEY'"
             raise RequestError(message, status=401, code="invalid_api_key")
         return _digest(key.strip()).hex() if self._digests else ""
 
 
 class AdminKeys(ApiKeys):
-    """The keys of those who may change the server while it runs; none: nobody may."""
+    """The keys for the endpoints under /admin; if there are none, nobody is authorized."""
 
     OPTION = "--admin-api-key"
-    WANTED = "this changes the server, for which it needs an admin key"
+    REASON = "this changes the server, for which it needs an admin key"
 
     async def check(self, request: Request) -> str:
         if not self._digests:

@@ -1,11 +1,11 @@
-"""What models write, read back into OpenAI's shape as it comes: reasoning, content and tool calls.
+"""Streaming parsers of model output: reasoning, content and tool calls, as OpenAI's `delta` objects.
 
-A parser reads the text of one answer and gives OpenAI's `delta` objects. Text that may still turn out to be a marker is
-held back; a call is announced (index, id, name) as soon as it is certain to be one, and its arguments follow as they
-come. What looks like a call but is none is content. Once a call has been announced it cannot be taken back: arguments
-that then break off or are no JSON are passed on as they are, as OpenAI does.
+A parser reads the text of one choice. Text that may be the beginning of a marker is held back. A call is emitted
+(index, id, name) as soon as it is certain to be one, and its arguments follow as they are generated. Text that looks
+like a call but is not one is content. An emitted call cannot be retracted: incomplete or invalid arguments are emitted
+as they are, as OpenAI does.
 
-Everything is decided character by character, so how the text is cut into pieces changes nothing.
+The result does not depend on how the text is cut into pieces.
 """
 
 import itertools
@@ -22,16 +22,16 @@ _P = TypeVar("_P", bound="StreamParser")
 
 
 class StreamParser(ABC):
-    """Reads one answer. `_read` is a generator over `_buffer` that yields when it needs more text."""
+    """Parses the output of one choice. `_read` is a generator over `_buffer` that yields when it needs more text."""
 
     def __init__(self) -> None:
-        self._buffer = ""  # not understood yet
-        self._is_final = False  # no more will come: nothing is waited for
+        self._buffer = ""  # not parsed yet
+        self._is_final = False  # all text is in the buffer
         self._deltas: list[Delta] = []
         self._reading = self._read()
 
     def feed(self, text: str, *, final: bool = False) -> list[Delta]:
-        """Take in more text; return what has become certain, and all that is left when the answer has ended."""
+        """Add text; return the deltas that are certain now, or all the rest if this is the end (`final`)."""
         self._is_final = self._is_final or final
         self._buffer += text
         next(self._reading, None)
@@ -40,20 +40,20 @@ class StreamParser(ABC):
 
     @abstractmethod
     def _read(self) -> Generator[None]:
-        """Understand the buffer."""
+        """Parse the buffer into `_deltas`."""
 
-    def _pass_until(self, markers: Sequence[str], hand_on: Callable[[str], None]) -> Generator[None, None, str | None]:
-        """Hand on text up to the first of `markers` and consume that; None: the answer ended without one."""
+    def _emit_until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Generator[None, None, str | None]:
+        """Pass text to `emit` up to the first of `markers`, which is consumed and returned; None: there was none."""
         while True:
             end, marker = self._find(markers)
-            hand_on(self._buffer[:end])
+            emit(self._buffer[:end])
             self._buffer = self._buffer[end + len(marker or "") :]
             if marker is not None or self._is_final:
                 return marker
             yield
 
     def _skip(self, *markers: str) -> Generator[None, None, str | None]:
-        """Consume one of `markers` and the white space before it, and return it; None: something else comes."""
+        """If one of `markers` follows, after white space, consume and return it. None: something else follows."""
         while True:
             following = self._buffer.lstrip()
             for marker in markers:
@@ -65,7 +65,10 @@ class StreamParser(ABC):
             yield
 
     def _find(self, markers: Sequence[str]) -> tuple[int, str | None]:
-        """Return where the first marker is, and which; without any, where the text ends that cannot become one."""
+        """Return the position of the first marker, and the marker.
+
+        Without one: the end of the text that cannot be the beginning of a marker, and None.
+        """
         text = self._buffer
         found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
         if found or self._is_final:
@@ -76,11 +79,11 @@ class StreamParser(ABC):
 
 
 class Trimmer:
-    """Text without the white space around it, as it comes."""
+    """Strips white space from the ends of a text that arrives in pieces."""
 
     def __init__(self, *, has_text: bool = False) -> None:
-        self.has_text = has_text  # then white space before it counts
-        self.space = ""  # that the text so far ends with
+        self.has_text = has_text  # leading white space is over
+        self.space = ""  # held back: the text so far ends with it
 
     def __call__(self, text: str) -> str:
         text = self.space + text
@@ -92,19 +95,18 @@ class Trimmer:
 
 
 class ReasoningParser(StreamParser):
-    """What a model writes between two markers, `<think>` and `</think>`, before its answer, split from the answer.
+    """Splits reasoning between two markers, `<think>` and `</think>`, from the content after it.
 
-    The model opens it, or the chat template has (`opened`): then the prompt ends with the first and only the second
-    appears. Which of the two is known from the prompt, never guessed from the answer. White space around the reasoning
-    is dropped. Reasoning counts against `max_tokens` like everything else. Structured output and forced tool calls
-    apply to what comes after it (`Grammar.reasoning_opened`).
+    If the chat template writes the first marker (`opened`), the prompt ends with it and the output only has the second.
+    White space around the reasoning is dropped. Reasoning counts against `max_tokens`. Structured outputs and required
+    tool calls apply to the output after it (`Grammar.reasoning_opened`).
     """
 
-    BEGINS: ClassVar[tuple[str, ...]] = ("<think>",)  # in all spellings
-    ENDS: ClassVar[tuple[str, ...]] = ("</think>",)
+    START_MARKERS: ClassVar[tuple[str, ...]] = ("<think>",)  # in all spellings
+    END_MARKERS: ClassVar[tuple[str, ...]] = ("</think>",)
 
     def __init__(self, *, opened: bool = False, calls: Sequence[str] = ()) -> None:
-        """`calls`: what tool calls begin with. From such a marker on, reasoning that is never closed is the answer."""
+        """`calls`: start markers of tool calls. Reasoning that is never closed ends at the first of these."""
         self._opened = opened
         self._calls = calls
         super().__init__()
@@ -112,18 +114,18 @@ class ReasoningParser(StreamParser):
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
         """Whether a prompt, as text with its special tokens, ends inside reasoning."""
-        return prompt.rstrip().endswith(cls.BEGINS)
+        return prompt.rstrip().endswith(cls.START_MARKERS)
 
     @classmethod
-    def before_answer(cls, marker: Callable[[str], str], *, opened: bool, calls: bool) -> str:
-        """Return Lark for free reasoning and then `@answer`, which is `calls` or content.
+    def reasoning_lark(cls, marker: Callable[[str], str], *, opened: bool, calls: bool) -> str:
+        """Return a Lark grammar of free reasoning followed by `@answer`. `calls`: `@answer` is tool calls.
 
-        `marker` writes one in Lark: as a special token of the tokenizer, or as text in quotes.
+        `marker` writes a marker in Lark: as a special token of the tokenizer, or as text in quotes.
         """
         del calls
-        begins, ends = ([marker(text) for text in texts] for texts in (cls.BEGINS, cls.ENDS))
+        begins, ends = ([marker(text) for text in texts] for texts in (cls.START_MARKERS, cls.END_MARKERS))
         if ends[0].startswith('"'):
-            spelled = ("".join(f"\\x{{{ord(character):x}}}" for character in text) for text in cls.ENDS)
+            spelled = ("".join(f"\\x{{{ord(character):x}}}" for character in text) for text in cls.END_MARKERS)
             free = f"free[lazy]: /(.|\\n)*({'|'.join(spelled)})/"
         else:
             free = f"free: /(.|\\n)*/ ({' | '.join(ends)})"
@@ -131,36 +133,36 @@ class ReasoningParser(StreamParser):
         return f"start: {body} /[ \\t\\r\\n]{{0,16}}/ @answer\n{free}"
 
     def _read(self) -> Generator[None]:
-        if self._opened or (yield from self._skip(*self.BEGINS)):
+        if self._opened or (yield from self._skip(*self.START_MARKERS)):
             yield from self._read_reasoning()
             while not self._buffer.lstrip() and not self._is_final:
                 yield
             self._buffer = self._buffer.lstrip()
-        yield from self._pass_until((), lambda text: self._tell("content", text))
+        yield from self._emit_until((), lambda text: self._emit("content", text))
 
     def _read_reasoning(self) -> Generator[None]:
         trimmed = Trimmer()
 
-        def tell(text: str) -> None:
-            self._tell("reasoning_content", trimmed(text))
+        def emit(text: str) -> None:
+            self._emit("reasoning_content", trimmed(text))
 
-        marker = yield from self._pass_until((*self.ENDS, *self._calls), tell)
-        if marker is None or marker in self.ENDS:
+        marker = yield from self._emit_until((*self.END_MARKERS, *self._calls), emit)
+        if marker is None or marker in self.END_MARKERS:
             return
-        self._buffer = marker + self._buffer  # a thought about calls, or a model that forgot to close: the end tells
-        while (found := self._find(self.ENDS))[1] is None and not self._is_final:
+        self._buffer = marker + self._buffer  # reasoning about calls, or a missing end marker: wait for the end
+        while (found := self._find(self.END_MARKERS))[1] is None and not self._is_final:
             yield
         at, end = found
         if end is not None:
-            tell(self._buffer[:at])
+            emit(self._buffer[:at])
             self._buffer = self._buffer[at + len(end) :]
 
-    def _tell(self, kind: str, text: str) -> None:
+    def _emit(self, kind: str, text: str) -> None:
         self._deltas += [{kind: text}] if text else []
 
 
 class AnswerParser:
-    """Reasoning, then content and tool calls: each parser reads the content that the one before it gives."""
+    """A chain of parsers (reasoning, tool calls): each reads the content that the one before it emits."""
 
     def __init__(self, *parsers: StreamParser | None, parallel: bool = True) -> None:
         """Without `parallel`, calls after the first are dropped."""
@@ -168,7 +170,7 @@ class AnswerParser:
         self._parallel = parallel
 
     def feed(self, text: str, *, final: bool = False) -> list[Delta]:
-        """As a parser does."""
+        """As `StreamParser.feed`."""
         deltas: list[Delta] = [{"content": text}] if text else []
         for parser in self._parsers:
             parts = [parser.feed(delta["content"]) if "content" in delta else [delta] for delta in deltas]
@@ -180,8 +182,8 @@ def _is_of_later_call(delta: Delta) -> bool:
     return any(call["index"] > 0 for call in delta.get("tool_calls", ()))
 
 
-def whole_message(deltas: Sequence[Delta], role: str = "assistant") -> dict[str, Any]:
-    """Put deltas together: OpenAI's message with `content` and, where there are any, reasoning and calls."""
+def merge_deltas(deltas: Sequence[Delta], role: str = "assistant") -> dict[str, Any]:
+    """Merge deltas into OpenAI's message with `content` and, if there are any, reasoning and tool calls."""
     content = "".join(delta.get("content", "") for delta in deltas)
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
     calls: list[dict[str, Any]] = []
@@ -192,14 +194,12 @@ def whole_message(deltas: Sequence[Delta], role: str = "assistant") -> dict[str,
         else:
             calls[-1]["function"]["arguments"] += function["arguments"]
     message: dict[str, Any] = {"role": role, "content": content or (None if calls else ""), "refusal": None}
-    thought = (
-        {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
-    )  # vLLM's name, its older one
-    return message | thought | ({"tool_calls": calls} if calls else {})
+    both = {"reasoning": reasoning, "reasoning_content": reasoning}  # vLLM's name and its older one
+    return message | (both if reasoning else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def named_parser(kind: str, name: str, known: Mapping[str, type[_P]], found: type[_P] | None) -> type[_P] | None:
-    """Return the parser of that name; "auto": the one found by the chat template; "none": none. Raises ConfigError."""
+def parser_by_name(kind: str, name: str, known: Mapping[str, type[_P]], found: type[_P] | None) -> type[_P] | None:
+    """Return the parser of that name; "auto": the one `found` by the chat template. Raises ConfigError."""
     if name not in ("auto", "none") and name not in known:
         raise ConfigError(f"unknown {kind} parser '{name}'.{nearest_name_hint(name, known)}")
     return found if name == "auto" else known.get(name)

@@ -1,7 +1,7 @@
-"""From OpenAI's messages, and from text, to token ids; outside the event loop when it takes long.
+"""Chat templates and tokenization: from messages or text to token ids. Long inputs are handled in a thread.
 
-Chat templates are the tokenizer's or the operator's. A client's own is refused unless the operator allows it; all of
-them run in transformers' sandbox, which knows no files and no attributes of Python's.
+The chat template is the tokenizer's or the operator's. A client's own is refused unless the operator allows it. All run
+in transformers' Jinja sandbox, without access to files or Python attributes.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ NO_TOKENIZER = "this model has no tokenizer: it takes and gives token ids only"
 MAX_MESSAGES = 2048
 MAX_TEMPLATE_BYTES = 64 * 1024
 ENDING_CHARACTERS = 1024
-INLINE_CHARACTERS = 4000  # what is read in the event loop itself: a millisecond or two
-# Arguments of `apply_chat_template`, and what it defines for templates: a client's keywords must not reach them.
+INLINE_CHARACTERS = 4000  # handled in the event loop itself, in a millisecond or two
+# Arguments of `apply_chat_template`, and names that it defines for templates: clients must not set them.
 _RESERVED = frozenset(
     """conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize
     sanitize_control_tokens padding truncation max_length return_tensors return_dict return_assistant_tokens_mask
     tokenizer_kwargs self raise_exception strftime_now""".split()  # noqa: SIM905
 )
-_PLAIN = (str, int, float, bool, type(None))
+_JSON_SCALARS = (str, int, float, bool, type(None))
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class Template(NamedTuple):
-    """A chat template, as labels and tables name it."""
+    """Name and digest of a chat template, for metrics and tables."""
 
     name: str
-    digest: str  # of its text; empty: there is none, or it is not known
+    digest: str  # of its text; empty if there is none, or it is not known
 
     @classmethod
     def of(cls, name: str, text: str) -> "Template":
@@ -55,11 +55,11 @@ class Template(NamedTuple):
         return f"{self.name} ({self.digest[:8]})" if self.digest else self.name
 
 
-NO_TEMPLATE = Template("none", "")  # of plain prompts
+NO_TEMPLATE = Template("none", "")  # of text completions
 
 
 class ChatPrompt(NamedTuple):
-    """A conversation, ready to be answered."""
+    """A conversation as a prompt."""
 
     token_ids: list[int]
     ending: str  # the last characters of the prompt's text
@@ -67,17 +67,17 @@ class ChatPrompt(NamedTuple):
 
 
 class Prompts:
-    """Renders and tokenizes for one model."""
+    """Renders chat templates and tokenizes, for one model."""
 
     def __init__(self, tokenizer: Any | None, options: ServeOptions, *, max_model_len: int) -> None:
-        """The options' chat template takes the place of the tokenizer's own."""
+        """`options.chat_template` replaces the tokenizer's."""
         self.tokenizer = tokenizer
         own = None if tokenizer is None else tokenizer.chat_template
-        own = own.get("default") if isinstance(own, Mapping) else own  # there may be several, by name
+        own = own.get("default") if isinstance(own, Mapping) else own  # there may be several
         self.chat_template: str | None = options.chat_template or own
         self._options = options
         self._max_model_len = max_model_len
-        # A tokenizer is not to be used by two threads at once: the pool's only thread has one of its own.
+        # Tokenizers are not thread-safe: the only thread of the pool has a copy.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._pool_tokenizer = copy.deepcopy(tokenizer)
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
@@ -89,9 +89,9 @@ class Prompts:
         return await self._run(len(text), lambda tokenizer: self._encode(tokenizer, text, special))
 
     async def chat(self, request: ChatRequest | TokenizeRequest, *, with_tools: bool = True) -> ChatPrompt:
-        """Render and tokenize a conversation, as the request's own fields say."""
+        """Render and tokenize a conversation."""
         template, name = self._template(request.chat_template)
-        conversation = normalised(request.messages or ())
+        conversation = normalize_messages(request.messages or ())
         form = self._options.chat_template_content_format
         takes_parts = loops_over_content(template) if form == "auto" else form == "openai"
         extra = {**self._options.default_chat_template_kwargs, **(request.chat_template_kwargs or {})}
@@ -123,22 +123,22 @@ class Prompts:
                     tokenize=False,
                     **extra,
                 )
-            except Exception as error:  # its own, or what it does with messages that it was not written for
+            except Exception as error:  # TemplateError, or anything that the template does with unexpected messages
                 reason = str(error).strip() if isinstance(error, TemplateError) else ""
                 reason = (reason or type(error).__name__).splitlines()[0][:200]
                 refuse("messages", f"the chat template refuses them: {reason}")
-            # Templates write special tokens themselves.
+            # Templates write special tokens themselves, so by default none are added.
             return text, self._encode(tokenizer, text, bool(request.add_special_tokens))
 
         text, token_ids = await self._run(size if template is self.chat_template else 2**62, work)
         return ChatPrompt(token_ids, text[-ENDING_CHARACTERS:], Template.of(name, template))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
+        """Return the text of tokens, with special tokens."""
         return await self._run(4 * len(token_ids), lambda tokenizer: str(tokenizer.decode(list(token_ids))))
 
     async def offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Return where each token of a prompt begins in its text, in which special ones may not appear."""
+        """Return the position of each token in the text, which may be with or without special tokens."""
 
         def work(tokenizer: Any) -> list[int]:
             for hides_special in (False, True):
@@ -152,18 +152,21 @@ class Prompts:
         return await self._run(4 * len(token_ids), work)
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """Return vLLM's answer: the tokenizer's class and settings as they were saved, and the chat template."""
+        """Return vLLM's response: the tokenizer's class and saved settings, and the chat template."""
         if self.tokenizer is None:
             raise RequestError(NO_TOKENIZER, code="no_tokenizer")
-        kept = {name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, _PLAIN)}
+        settings = {
+            name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, _JSON_SCALARS)
+        }
         special = {name: str(value) for name, value in self.tokenizer.special_tokens_map.items() if value}
         named = {"tokenizer_class": type(self.tokenizer).__name__, "chat_template": self.chat_template}
-        return {**kept, **special, **named}
+        return {**settings, **special, **named}
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, characters: int, work: Callable[[Any], _T]) -> _T:
+        """Call `work` with a tokenizer; in the thread if the input is long."""
         if self.tokenizer is None:
             raise RequestError(NO_TOKENIZER, code="no_tokenizer")
         if characters <= INLINE_CHARACTERS:
@@ -171,20 +174,20 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, self._pool_tokenizer)
 
     def _encode(self, tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) > self._max_model_len * self._longest_token:  # not worth the time to find out by how much
+        if len(text) > self._max_model_len * self._longest_token:  # too long in any case, so it is not tokenized
             message = f"the prompt has {len(text)} characters, which cannot fit into {self._max_model_len} tokens"
             raise RequestError(message, code="context_length_exceeded")
         return [int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
-    def _template(self, asked_for: str | None) -> tuple[str, str]:
-        """Return the template to use and its name; `asked_for` is a client's own."""
-        if asked_for is not None:
+    def _template(self, from_client: str | None) -> tuple[str, str]:
+        """Return the template to use, and its name."""
+        if from_client is not None:
             if not self._options.allow_client_templates:
                 message = "this server uses its own; the operator can allow others (--allow-client-templates)"
                 refuse("chat_template", message, status=403)
-            if len(asked_for.encode()) > MAX_TEMPLATE_BYTES:
+            if len(from_client.encode()) > MAX_TEMPLATE_BYTES:
                 refuse("chat_template", f"larger than {MAX_TEMPLATE_BYTES} bytes")
-            return asked_for, "client"
+            return from_client, "client"
         if self.chat_template is None:
             message = "this model's tokenizer has no chat template; use /v1/completions, or start the server with"
             raise RequestError(f"{message} --chat-template")
@@ -193,11 +196,11 @@ class Prompts:
 
 @functools.lru_cache(maxsize=8)
 def loops_over_content(template: str) -> bool:
-    """Whether a template goes through the parts of a message's content, and so takes it as a list, as vLLM sees it."""
+    """Whether a template iterates over the content of messages, which is then a list of parts. vLLM's rule."""
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except TemplateError:
-        return False  # it has tags that only its own renderer knows
+        return False  # it has unknown tags
     in_macros = {loop for macro in tree.find_all(nodes.Macro) for loop in macro.find_all(nodes.For)}
     for source in (loop.iter for loop in tree.find_all(nodes.For) if loop not in in_macros):
         match source:
@@ -210,14 +213,14 @@ def loops_over_content(template: str) -> bool:
     return False
 
 
-def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with roles that templates know, content as one string, and tool arguments as objects."""
+def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with content as one string, and tool arguments as objects. Raises RequestError."""
     _expect(bool(messages), "messages", "at least one message")
     _expect(len(messages) <= MAX_MESSAGES, "messages", f"at most {MAX_MESSAGES}, found {len(messages)}")
-    calls = [call for message in messages for call in _listed(message.get("tool_calls"))]
-    spelled = [text.encode() for text in map(_arguments, calls) if isinstance(text, str)]
-    few = not has_too_many_containers(b"".join(spelled))
-    _expect(few, "messages", f"at most {MAX_CONTAINERS} arrays and objects in the arguments of tool calls")
+    calls = [call for message in messages for call in _as_list(message.get("tool_calls"))]
+    arguments = [text.encode() for text in map(_arguments, calls) if isinstance(text, str)]
+    is_small = not has_too_many_containers(b"".join(arguments))
+    _expect(is_small, "messages", f"at most {MAX_CONTAINERS} arrays and objects in the arguments of tool calls")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -229,20 +232,22 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     _expect(isinstance(content, str | list), f"{where}.content", "a string or a list of text parts")
     parts = [content] if isinstance(content, str) else content or ()
     text = "\n".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
-    made: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
+    normalized: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
     for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
-            made[name] = message[name]
-            _expect(isinstance(made[name], str), f"{where}.{name}", "a string")
-    if thought := made.get("reasoning") or made.get("reasoning_content"):  # templates know one or the other
-        made |= {"reasoning": thought, "reasoning_content": thought}
-        if not (text and calls):  # gpt-oss's name; its template takes one of content and thinking before a call
-            made["thinking"] = thought
+            normalized[name] = message[name]
+            _expect(isinstance(normalized[name], str), f"{where}.{name}", "a string")
+    if reasoning := normalized.get("reasoning") or normalized.get(
+        "reasoning_content"
+    ):  # templates use one name or the other
+        normalized |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if not (text and calls):  # gpt-oss's name; its template refuses content and thinking in one message with calls
+            normalized["thinking"] = reasoning
     if calls:
         is_list = role == "assistant" and isinstance(calls, list)
         _expect(is_list, f"{where}.tool_calls", "a list, in a message of the assistant's")
-        made["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return made
+        normalized["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return normalized
 
 
 def _text(part: Any, where: str) -> str:
@@ -272,10 +277,10 @@ def _arguments(call: Any) -> Any:
     return function.get("arguments") if isinstance(function, dict) else None
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _expect(is_so: bool, where: str, what: str) -> None:
-    if not is_so:
-        refuse(where, f"expected {what}", param="messages")
+def _expect(condition: bool, where: str, expected: str) -> None:
+    if not condition:
+        refuse(where, f"expected {expected}", param="messages")

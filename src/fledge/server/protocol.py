@@ -1,7 +1,7 @@
-"""The fields of a request: OpenAI's, vLLM's extra ones, and ours (`speculation`).
+"""Request bodies: OpenAI's fields, vLLM's extra ones, and ours (`speculation`).
 
-A field that is here is honoured, one that fields.yaml refuses gets a 400 that says why, and any other is ignored and
-named in the request's log line: clients send fields that are younger than any server.
+Fields of these classes are honoured. Fields that fields.yaml refuses get a 400 with the reason. All others are ignored
+and named in the request log, because clients may be newer than the server.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from fledge.server.errors import RequestError, refuse
 
 _M = TypeVar("_M", bound="ApiModel")
 
-# Bounds on requests. What they protect is other people's rounds, memory and the log.
-MAX_ANSWERS = 128  # prompts times n
+# Limits on requests, which protect other requests, memory and the log.
+MAX_CHOICES = 128  # prompts times n
 MAX_N = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -30,48 +30,49 @@ MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_BAD_WORDS = 64
 MAX_REQUEST_ID = 128
-MAX_IGNORED = 16  # names of unknown fields that are noted
-MAX_FIELDS = 1024  # of a body itself
-MAX_CONTAINERS = 20_000  # arrays and objects in a body; reading many small ones holds up everybody
+MAX_IGNORED = 16  # names of unknown fields in the log
+MAX_FIELDS = 1024  # at the top level of a body
+MAX_CONTAINERS = 20_000  # arrays and objects in a body: parsing many small ones blocks the event loop
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 _FIELDS = yaml.safe_load((resources.files(__package__) / "fields.yaml").read_text(encoding="utf-8"))
 
 _HARMLESS: dict[str, list[Any]] = _FIELDS["harmless"]
-NOT_SERVED: dict[str, str] = _FIELDS["not_served"]  # OpenAI's paths, and why they are not here
+UNSUPPORTED_PATHS: dict[str, str] = _FIELDS["not_served"]  # path -> reason
 
 
-def _whole(value: Any) -> Any:
-    """1.0 is an integer, by JSON Schema."""
+def _as_int(value: Any) -> Any:
+    """Convert 1.0 to 1: it is an integer by JSON Schema."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-_Int = Annotated[int, BeforeValidator(_whole)]
-# Lists from clients may be long: the first wrong entry is enough.
+_Int = Annotated[int, BeforeValidator(_as_int)]
+# Lists may be long, so validation stops at the first invalid entry.
 _Strings = Annotated[list[str], Field(fail_fast=True)]
 _Integers = Annotated[list[int], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)  # whatever comes after a quote, once
+_JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)  # complete or not; possessive, so linear
 _Bias = Annotated[float, Field(ge=-100, le=100)]
+_Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 def has_too_many_containers(text: bytes) -> bool:
-    """Whether JSON, which need not be valid, has more than `MAX_CONTAINERS` arrays and objects. Parses nothing."""
+    """Whether JSON, valid or not, has more than `MAX_CONTAINERS` arrays and objects. Does not parse it."""
     if text.count(b"[") + text.count(b"{") <= MAX_CONTAINERS:
         return False
-    bare = _STRING.sub(b"", text)  # a text may have as many brackets as it likes
-    return bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS
+    structure = _JSON_STRING.sub(b"", text)  # brackets in strings do not count
+    return structure.count(b"[") + structure.count(b"{") > MAX_CONTAINERS
 
 
-def request_name(given: Any) -> str | None:
-    """Return a client's own name for a request, if it can be told back in a header and in the log."""
-    is_plain = isinstance(given, str) and given.isascii() and given.isprintable()
-    return given if is_plain and 0 < len(given) <= MAX_REQUEST_ID else None
+def valid_request_id(value: Any) -> str | None:
+    """Return a client's request id if it may be used in headers and in the log, else None."""
+    is_printable = isinstance(value, str) and value.isascii() and value.isprintable()
+    return value if is_printable and 0 < len(value) <= MAX_REQUEST_ID else None
 
 
 class ApiModel(BaseModel):
-    """A JSON object from a client. Types are exact: "5" is not a number, and true is not 1."""
+    """A JSON object from a client. Types are strict: "5" is not a number, and true is not 1."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
@@ -82,17 +83,17 @@ class StreamOptions(ApiModel):
 
 
 class SpeculationOptions(ApiModel):
-    """How to speculate for this request. The tokens are the same whatever it says."""
+    """How to speculate for this request. It does not change the output."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     enabled: bool = True
-    depth: Annotated[_Int, Field(ge=0, le=MAX_DEPTH)] | None = None  # no deeper than the server drafts in any case
-    report: bool = False  # rounds and acceptance in the usage, and which text had been drafted
+    depth: Annotated[_Int, Field(ge=0, le=MAX_DEPTH)] | None = None  # at most the depth of the server
+    report: bool = False  # acceptance in the usage, and which text was drafted
 
 
 class SamplingRequest(ApiModel):
-    """What chat and completions have in common. Ranges are checked by `SamplingParams`."""
+    """The common fields of chat and text completions. `SamplingParams` checks the ranges."""
 
     model: str | None = None
     stream: bool | None = False
@@ -117,12 +118,12 @@ class SamplingRequest(ApiModel):
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[_Int, Field(ge=-1)] | None = None  # -1: to what leaves room for an answer
-    truncation_side: Literal["left", "right"] | None = None  # which end goes; left if not given
+    truncate_prompt_tokens: Annotated[_Int, Field(ge=-1)] | None = None  # -1: to the context length
+    truncation_side: Literal["left", "right"] | None = None  # the end that is cut off; None: left
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
-    request_id: str | None = None  # the end of the answer's id; the header X-Request-Id comes first
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # prefixes are shared within one
+    request_id: str | None = None  # the last part of the response's id, unless there is a header X-Request-Id
+    cache_salt: _Salt | None = None  # only requests with the same salt share prefixes
     priority: Annotated[_Int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = 0  # lower is earlier
     prompt_logprobs: _Int | None = None
     response_format: dict[str, Any] | None = None
@@ -135,13 +136,13 @@ class SamplingRequest(ApiModel):
 
     @property
     def speculation_depth(self) -> int | None:
-        """0: none; None: as the server drafts."""
-        asked = self.speculation or SpeculationOptions()
-        return asked.depth if asked.enabled else 0
+        """The largest draft depth. 0: no speculation; None: the server's depth."""
+        options = self.speculation or SpeculationOptions()
+        return options.depth if options.enabled else 0
 
     @property
-    def salt(self) -> bytes:
-        """`cache_salt` in a fixed length: none can be chosen that, with tokens after it, looks like another."""
+    def cache_salt_digest(self) -> bytes:
+        """A digest of `cache_salt`. Its fixed length keeps one salt plus tokens from equalling another salt."""
         return hashlib.blake2b(self.cache_salt.encode(), digest_size=16).digest() if self.cache_salt else b""
 
     @property
@@ -157,55 +158,56 @@ class SamplingRequest(ApiModel):
         return self.wants_stream_usage and (self.stream_options or StreamOptions()).continuous_usage_stats
 
     @property
-    def answers(self) -> int:
+    def num_choices(self) -> int:
         return 1 if self.n is None else self.n
 
     @property
-    def asked_length(self) -> tuple[str, int | None]:
-        """The field that bounds an answer, and its value."""
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        """The field that limits the length of the output, and its value."""
         return "max_tokens", self.max_tokens
 
     @property
-    def most_tokens(self) -> int | None:
-        """Of one answer; None: as many as there is room for."""
-        return self.asked_length[1]
+    def max_new_tokens(self) -> int | None:
+        """The longest output; None: as long as the context allows."""
+        return self.max_tokens_field[1]
 
     @property
-    def logprobs_wanted(self) -> int | None:
-        """Likeliest tokens to give with each token; None: no log-probabilities."""
+    def num_logprobs(self) -> int | None:
+        """Number of most likely tokens to return with each token; None: no log-probabilities."""
         return None
 
     @property
-    def prompt_logprobs_wanted(self) -> int | None:
-        """The same of the prompt's tokens."""
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
         if self.prompt_logprobs is not None and self.stream:
             refuse("prompt_logprobs", "cannot be streamed")
         return self.prompt_logprobs
 
     def structured_fields(self) -> dict[str, Any]:
-        """For `structured.read_format`."""
+        """The arguments of `structured.read_format`."""
         guided = {f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")}
         return self.model_dump(include={"response_format", "structured_outputs", *guided})
 
     def ignored_fields(self) -> list[str]:
+        """Names of unknown fields, for the log."""
         known = {*_FIELDS["without_effect"], *_FIELDS["refused"]}
         return [name[:64] for name in sorted(set(self.model_extra or {}) - known)[:MAX_IGNORED]]
 
     def sampling_params(self, defaults: Mapping[str, float | int]) -> SamplingParams:
-        """Return the parameters of one answer. `defaults` stand in for what the request leaves out.
+        """Return the sampling parameters of one choice. `defaults`: for fields that the request does not have.
 
         Raises ConfigError, which names the field.
         """
-        ours: dict[str, Any] = {"n": 1, "max_tokens": self.most_tokens, "logprobs": self.logprobs_wanted}
-        ours["structured_outputs"] = None  # read by `structured.read_format`
-        ours["prompt_logprobs"] = self.prompt_logprobs_wanted
+        ours: dict[str, Any] = {"n": 1, "max_tokens": self.max_new_tokens, "logprobs": self.num_logprobs}
+        ours["structured_outputs"] = None  # see `structured.read_format`
+        ours["prompt_logprobs"] = self.num_prompt_logprobs
         names = [field.name for field in fields(SamplingParams) if field.name not in ours]
-        given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return SamplingParams(**{**defaults, **given, **ours})
+        own: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return SamplingParams(**{**defaults, **own, **ours})
 
 
 class ChatRequest(SamplingRequest):
-    """`/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     messages: _Objects
     max_completion_tokens: _Int | None = None
@@ -223,52 +225,51 @@ class ChatRequest(SamplingRequest):
     documents: _Objects | None = None
 
     @property
-    def asked_length(self) -> tuple[str, int | None]:
-        given = self.max_completion_tokens
-        return super().asked_length if given is None else ("max_completion_tokens", given)
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        number = self.max_completion_tokens
+        return super().max_tokens_field if number is None else ("max_completion_tokens", number)
 
     @property
-    def logprobs_wanted(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "needs 'logprobs' to be true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(SamplingRequest):
-    """`/v1/completions`."""
+    """The body of `/v1/completions`."""
 
     prompt: str | _Strings | _Integers | Annotated[list[_Integers], Field(fail_fast=True)]
     logprobs: _Int | None = None
     echo: bool | None = False
 
     @property
-    def most_tokens(self) -> int:
+    def max_new_tokens(self) -> int:
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
-    def logprobs_wanted(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def prompt_logprobs_wanted(self) -> int | None:
-        echoed = self.echo and (self.logprobs is not None or self.max_tokens == 0)
-        wanted = [self.logprobs or 0] if echoed else []
-        asked = super().prompt_logprobs_wanted
-        return max(wanted if asked is None else [asked, *wanted], default=None)
+    def num_prompt_logprobs(self) -> int | None:
+        is_echoed = self.echo and (self.logprobs is not None or self.max_tokens == 0)
+        numbers = [super().num_prompt_logprobs, (self.logprobs or 0) if is_echoed else None]
+        return max((number for number in numbers if number is not None), default=None)
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, of which there may be several: text or token ids."""
-        given: Any = self.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            given = [given]
-        if not given:
+        """One or several prompts: text or token ids."""
+        prompts: Any = self.prompt
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if not prompts:
             refuse("prompt", "expected text or token ids, or a list of such")
-        return list(given)
+        return list(prompts)
 
 
 class ResponsesRequest(ApiModel):
-    """`/v1/responses`; what else a chat takes passes."""
+    """The body of `/v1/responses`; other fields of chat requests are allowed."""
 
     model: str | None = None
     input: str | _Objects
@@ -282,10 +283,11 @@ class ResponsesRequest(ApiModel):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
+    cache_salt: _Salt | None = None
 
 
 class DrafterRequest(ApiModel):
-    """`/admin/drafter`."""
+    """The body of `/admin/drafter`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -294,7 +296,7 @@ class DrafterRequest(ApiModel):
 
 
 class TokenizeRequest(ApiModel):
-    """`/tokenize`: of a prompt, or of a conversation through the chat template."""
+    """The body of `/tokenize`: a prompt, or a conversation for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -309,18 +311,18 @@ class TokenizeRequest(ApiModel):
 
 
 class DetokenizeRequest(ApiModel):
-    """`/detokenize`."""
+    """The body of `/detokenize`."""
 
     model: str | None = None
     tokens: _Integers
 
 
 def parse(kind: type[_M], body: Mapping[str, Any]) -> _M:
-    """Check a body's fields. Raises RequestError, which names the first field that is wrong and quotes no value."""
+    """Validate a body. Raises RequestError, which names the first invalid field and quotes no value."""
     for name, reason in _FIELDS["refused"].items():
         value = body.get(name)
         is_harmless = value is None or value is False or value in ("", [], {}) or value in _HARMLESS.get(name, ())
-        is_harmless = is_harmless or (name == "best_of" and value == body.get("n"))  # all of them are the best
+        is_harmless = is_harmless or (name == "best_of" and value == body.get("n"))  # the best n of n
         if name not in kind.model_fields and not is_harmless:
             refuse(name, f"not available here; {reason}", code="unsupported_parameter")
     try:
@@ -329,7 +331,7 @@ def parse(kind: type[_M], body: Mapping[str, Any]) -> _M:
         found = error.errors(include_input=False, include_url=False, include_context=False)
         field = str(found[0]["loc"][0]) if found[0]["loc"] else None
         same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
-        is_union = len({one["loc"] for one in same}) > 1  # each of its members with its complaint
+        is_union = len({one["loc"] for one in same}) > 1  # one message for each type of the union
         where = field if is_union else ".".join(map(str, found[0]["loc"]))[:100]
-        said = dict.fromkeys(one["msg"][:1].lower() + one["msg"][1:] for one in same[: 4 if is_union else 1])
-        raise RequestError(f"{where}: {' or '.join(said)}", param=field) from None
+        messages = dict.fromkeys(one["msg"][:1].lower() + one["msg"][1:] for one in same[: 4 if is_union else 1])
+        raise RequestError(f"{where}: {' or '.join(messages)}", param=field) from None

@@ -1,4 +1,4 @@
-"""What the vLLM proxy reads of requests and answers as they pass. It changes nothing but the request for usage."""
+"""What the vLLM proxy reads from requests and responses. Its only change to them is to ask for usage in streams."""
 
 import re
 import time
@@ -9,72 +9,78 @@ import jiter
 
 from fledge.engine.outputs import RequestMetrics
 from fledge.engine.vllm_rounds import request_metrics
-from fledge.server.live_drift import Traits, script_of
+from fledge.server.drift_monitor import RequestTraits, script_of
 from fledge.server.prompts import NO_TEMPLATE, Template
+from fledge.server.protocol import MAX_CHOICES, has_too_many_containers
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-# Only events with these keys are parsed. Inside generated text the quotes would be escaped.
-_TELLING = re.compile(rb'"usage"|"finish_reason": ?"')
+# Only events with these keys are parsed. In generated text the quotes are escaped.
+_PARSED_EVENT = re.compile(rb'"usage"|"finish_reason": ?"')
 _WITH_USAGE = b',"stream_options":{"include_usage":true}}'
+MAX_TEMPERATURE = 1e3  # for statistics; NaN, which vLLM accepts, would make all sums NaN
 
 
 class ProxiedRequest(NamedTuple):
-    """A request as it goes to vLLM, and what was read of it."""
+    """The body as it is sent to vLLM, and the fields that the proxy uses."""
 
     body: bytes
     stream: bool = False
-    hides_usage: bool = False  # the proxy asked for usage at the end of the stream, the client did not
+    hides_usage: bool = False  # the proxy fields for usage at the end of the stream, the client did not
     model: str | None = None
     answers: int = 1
-    traits: Traits = Traits()
+    traits: RequestTraits = RequestTraits()
 
 
-def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bool) -> ProxiedRequest:
-    """Read a request. One that cannot be read is passed on, for vLLM to refuse."""
+def read_request(path: str, body: bytes, *, template: Template, reports_rounds: bool) -> ProxiedRequest:
+    """Read a request. Invalid requests are forwarded as they are, and vLLM refuses them."""
+    if has_too_many_containers(body):  # parsing would block the event loop
+        return ProxiedRequest(body)
     try:
-        asked = jiter.from_json(body)
+        fields = jiter.from_json(body)
     except ValueError:
         return ProxiedRequest(body)
-    if not isinstance(asked, dict):
+    if not isinstance(fields, dict):
         return ProxiedRequest(body)
-    stream = asked.get("stream") is True
-    hides_usage = stream and tells_rounds and path in (CHAT, COMPLETION) and "stream_options" not in asked
+    stream = fields.get("stream") is True
+    hides_usage = stream and reports_rounds and path in (CHAT, COMPLETION) and "stream_options" not in fields
     if hides_usage:
-        body = body.rstrip()[:-1] + (_WITH_USAGE if asked else _WITH_USAGE[1:])
-    temperature, model, answers = asked.get("temperature"), asked.get("model"), asked.get("n")
-    if isinstance(own := asked.get("chat_template"), str):
+        body = body.rstrip()[:-1] + _WITH_USAGE
+    temperature, model, n = fields.get("temperature"), fields.get("model"), fields.get("n")
+    if not isinstance(temperature, int | float) or not 0 <= temperature <= MAX_TEMPERATURE:
+        temperature = 1.0
+    if isinstance(own := fields.get("chat_template"), str):
         template = Template.of("client", own)
-    traits = Traits(
+    traits = RequestTraits(
         template=template if path == CHAT else NO_TEMPLATE,
-        script=script_of(_last_text(asked)),
-        temperature=temperature if isinstance(temperature, int | float) else 1.0,
+        script=script_of(_last_text(fields)),
+        temperature=temperature,
     )
     return ProxiedRequest(
         body,
         stream=stream,
         hides_usage=hides_usage,
         model=model[:200] if isinstance(model, str) else None,
-        answers=answers if isinstance(answers, int) else 1,
+        answers=n if isinstance(n, int) and 1 <= n <= MAX_CHOICES else 1,
         traits=traits,
     )
 
 
-def _last_text(asked: Mapping[str, Any]) -> str:
-    """The text of the last message or of the prompt, if it is text."""
-    messages = asked.get("messages")
+def _last_text(fields: Mapping[str, Any]) -> str:
+    """Return the text of the last message or of the prompt; empty if there is none."""
+    messages = fields.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
-    text = last.get("content") if isinstance(last, dict) else asked.get("prompt")
+    text = last.get("content") if isinstance(last, dict) else fields.get("prompt")
     return text if isinstance(text, str) else ""
 
 
-class AnswerReader:
-    """Reads an answer as it passes: time of the first token, finish reasons, usage, and how the rounds went."""
+class ResponseReader:
+    """Reads a response as it passes: time of the first token, finish reasons, usage, and speculation rounds."""
 
-    def __init__(self, asked: ProxiedRequest) -> None:
+    def __init__(self, request: ProxiedRequest) -> None:
         self.finish_reasons: list[str] = []
-        self.rest = b""  # the beginning of an event that is not complete, so it has not been sent on
-        self._hides_usage = asked.hides_usage
-        self._end: dict[str, Any] = {}  # the response or the event that contains the usage
+        self.rest = b""  # an incomplete event that has not been forwarded yet
+        self._hides_usage = request.hides_usage
+        self._final: dict[str, Any] = {}  # the response, or the event, with the usage
         self._began = time.perf_counter()
         self._first: float | None = None
         self._tail = b""
@@ -87,20 +93,21 @@ class AnswerReader:
     def metrics(self) -> RequestMetrics:
         first = None if self._first is None else self._first - self._began
         seconds = time.perf_counter() - self._began
-        return request_metrics(self._end, arrived=self._began, time_to_first_token=first, seconds=seconds)
+        return request_metrics(self._final, arrived=self._began, time_to_first_token=first, seconds=seconds)
 
     @property
     def output_tokens(self) -> int:
-        return int((self._end.get("usage") or {}).get("completion_tokens") or 0)
+        return int((self._final.get("usage") or {}).get("completion_tokens") or 0)
 
-    def read_whole(self, content: bytes) -> None:
+    def read_response(self, content: bytes) -> None:
+        """Read a response that is not a stream."""
         value = _json(content)
         if "choices" in value or "output" in value:
             self._first = time.perf_counter()
-            self._note(value)
+            self._add(value)
 
     def read_part(self, part: bytes) -> bytes:
-        """Take a part of a stream. Returns the bytes to send on now, including those held back before."""
+        """Read a part of a stream. Returns the bytes to forward now, including those held back before."""
         self._first = self._first or time.perf_counter()
         *events, self._tail = (self._tail + part).split(b"\n\n")
         kept = [one for one in events if not self._read_event(one)]
@@ -110,18 +117,18 @@ class AnswerReader:
         return b"".join(one + b"\n\n" for one in kept)
 
     def _read_event(self, one: bytes) -> bool:
-        """Return whether this is the usage event that only the proxy has asked for."""
-        if _TELLING.search(one) is None:
+        """Read one event. Returns whether it is the usage event that only the proxy has fields for."""
+        if _PARSED_EVENT.search(one) is None:
             return False
         value = _json(one.removeprefix(b"data: "))
-        self._note(value)
+        self._add(value)
         return self._hides_usage and value.get("choices") == [] and "usage" in value
 
-    def _note(self, value: dict[str, Any]) -> None:
+    def _add(self, value: dict[str, Any]) -> None:
         choices = value.get("choices") or []
         self.finish_reasons += [one["finish_reason"] for one in choices if one.get("finish_reason")]
         if value.get("usage"):
-            self._end = value
+            self._final = value
 
 
 def _json(data: bytes) -> dict[str, Any]:

@@ -1,33 +1,33 @@
-"""Reasoning as model families mark it, and which parser reads whom."""
+"""Reasoning parsers by name, and how one is chosen by the chat template."""
 
 from typing import ClassVar
 
 from fledge.server.harmony import CHANNEL, HarmonyParser
-from fledge.server.parsers import ReasoningParser, named_parser
+from fledge.server.parsers import ReasoningParser, parser_by_name
 
 
 class MistralReasoning(ReasoningParser):
     """`[THINK]` ... `[/THINK]`."""
 
-    BEGINS: ClassVar = ("[THINK]",)
-    ENDS: ClassVar = ("[/THINK]",)
+    START_MARKERS: ClassVar = ("[THINK]",)
+    END_MARKERS: ClassVar = ("[/THINK]",)
 
 
 class SeedReasoning(ReasoningParser):
     """`<seed:think>` ... `</seed:think>`."""
 
-    BEGINS: ClassVar = ("<seed:think>",)
-    ENDS: ClassVar = ("</seed:think>",)
+    START_MARKERS: ClassVar = ("<seed:think>",)
+    END_MARKERS: ClassVar = ("</seed:think>",)
 
 
 class GraniteReasoning(ReasoningParser):
-    """Two sentences, in either of two spellings."""
+    """`Here is my thought process:` ... `Here is my response:`, also with `Here's`."""
 
-    BEGINS: ClassVar = ("Here is my thought process:", "Here's my thought process:")
-    ENDS: ClassVar = ("Here is my response:", "Here's my response:")
+    START_MARKERS: ClassVar = ("Here is my thought process:", "Here's my thought process:")
+    END_MARKERS: ClassVar = ("Here is my response:", "Here's my response:")
 
 
-# Under vLLM's names for --reasoning-parser. Most families write the same markers.
+# vLLM's names for --reasoning-parser. Most model families use the same markers.
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     **dict.fromkeys(
         """think deepseek_r1 deepseek_v3 glm45 glm47 holo2 kimi_k2 mimo minimax_m2 nemotron_v3 olmo3 qwen3 step3
@@ -41,17 +41,17 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "gpt_oss": HarmonyParser,
 }
 
-# What a chat template has in it that knows about reasoning; the first that fits.
-_IN_TEMPLATES = (
+# A marker in the chat template, and its parser; the first match counts.
+_BY_TEMPLATE = (
     (f"{CHANNEL}analysis", HarmonyParser),
-    (ReasoningParser.ENDS[0], ReasoningParser),
-    (SeedReasoning.ENDS[0], SeedReasoning),
-    (MistralReasoning.ENDS[0], MistralReasoning),
-    (GraniteReasoning.ENDS[0], GraniteReasoning),
+    (ReasoningParser.END_MARKERS[0], ReasoningParser),
+    (SeedReasoning.END_MARKERS[0], SeedReasoning),
+    (MistralReasoning.END_MARKERS[0], MistralReasoning),
+    (GraniteReasoning.END_MARKERS[0], GraniteReasoning),
 )
 
 
 def reasoning_parser(name: str | None, template: str | None = None) -> type[ReasoningParser] | None:
-    """`named_parser`, found if the chat template knows about reasoning."""
-    found = next((parser for marker, parser in _IN_TEMPLATES if marker in (template or "")), None)
-    return named_parser("reasoning", name or "auto", REASONING_PARSERS, found)
+    """Return the parser of that name; None or "auto": the one that fits the chat template. Raises ConfigError."""
+    found = next((parser for marker, parser in _BY_TEMPLATE if marker in (template or "")), None)
+    return parser_by_name("reasoning", name or "auto", REASONING_PARSERS, found)

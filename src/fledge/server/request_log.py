@@ -1,4 +1,4 @@
-"""One line for each request. It names no prompt, no answer and no key."""
+"""The request log: one line for each request, without prompts, generated text or keys."""
 
 import json
 import logging
@@ -13,8 +13,8 @@ from fledge.engine.outputs import RequestMetrics
 logger = logging.getLogger("fledge.request")
 
 
-class Answered(Protocol):
-    """What the log asks of an answer, whoever made it."""
+class GenerationResult(Protocol):
+    """What is logged of a generation."""
 
     @property
     def output_tokens(self) -> int: ...
@@ -26,7 +26,7 @@ class Answered(Protocol):
 
 @dataclass(kw_only=True)
 class RequestLogEntry:
-    """What is known of a request, filled in as it goes."""
+    """The fields of one line, filled in while the request is handled."""
 
     id: str
     path: str
@@ -43,12 +43,12 @@ class RequestLogEntry:
     acceptance_length: float | None = None
     finish_reason: str | None = None
     status: int = 200
-    error: str | None = None  # a code, not a message: messages may quote the client
-    ignored: list[str] = field(default_factory=list)  # names of fields that mean nothing here
+    error: str | None = None  # the code; messages may quote the request
+    ignored: list[str] = field(default_factory=list)  # names of unknown request fields
     _started: float = field(default_factory=time.perf_counter)
 
-    def note(self, generation: Answered) -> None:
-        """Note how the answers, pooled, came about."""
+    def add_result(self, generation: GenerationResult) -> None:
+        """Add token counts, times and acceptance, pooled over all choices."""
         self.output_tokens = generation.output_tokens
         if (metrics := generation.metrics) is None:
             return
@@ -62,7 +62,7 @@ class RequestLogEntry:
         self.finish_reason = ",".join(dict.fromkeys(generation.finish_reasons))
 
     def write(self) -> None:
-        """Write the line."""
+        """Log the line."""
         self.seconds = round(time.perf_counter() - self._started, 6)
         hidden = {"_started"} if self.ignored else {"_started", "ignored"}
         values = {name: value for name, value in vars(self).items() if name not in hidden}
@@ -70,7 +70,7 @@ class RequestLogEntry:
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object on a line: time, level, logger, message, and a record's own fields."""
+    """One JSON object per line: time, level, logger, message, and the record's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         values: dict[str, Any] = {
@@ -86,23 +86,24 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """The same for people."""
+    """The same as plain text."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         fields = getattr(record, "fields", {})
-        told = "".join(f" {name}={_spell(value)}" for name, value in fields.items() if value not in (None, []))
-        line = f"{moment} {record.levelname.lower():8} {record.getMessage()}{told}"
+        shown = "".join(f" {name}={_quote(value)}" for name, value in fields.items() if value not in (None, []))
+        line = f"{moment} {record.levelname.lower():8} {record.getMessage()}{shown}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-def _spell(value: Any) -> str:
+def _quote(value: Any) -> str:
+    """Write a value, as JSON if it has spaces or unprintable characters."""
     text = str(value)
     return text if text.isprintable() and " " not in text else json.dumps(text)
 
 
 def set_up_logging(style: str) -> None:
-    """Send the package's logs, and the HTTP server's, to standard error."""
+    """Send the logs of Fledge and uvicorn to standard error, as "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     for name in ("fledge", "uvicorn"):

@@ -1,22 +1,24 @@
-"""What a request means: its fields become prompts, parameters and a grammar, and these a generation."""
+"""The service of our own engine: turns a request into prompts, sampling parameters and a grammar, and submits it."""
 
 import asyncio
 import itertools
 from dataclasses import replace
 
 from fledge import __version__
+from fledge.errors import FledgeError
 from fledge.server.async_engine import AsyncEngine, Generation
-from fledge.server.bridge import ResponsesAnswer, as_chat
+from fledge.server.base_service import BaseService, load_baseline
+from fledge.server.completions import ChatChoice, CompletionChoice, OpenAIResponse, TokenTexts, token_texts
+from fledge.server.drift_monitor import script_of
 from fledge.server.engine_process import EngineProcess
 from fledge.server.errors import RequestError, refuse
 from fledge.server.harmony import HarmonyParser, HarmonyTools
-from fledge.server.live_drift import script_of
 from fledge.server.metrics import Metrics
 from fledge.server.options import ServeOptions
 from fledge.server.parsers import AnswerParser
 from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
 from fledge.server.protocol import (
-    MAX_ANSWERS,
+    MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
@@ -25,13 +27,12 @@ from fledge.server.protocol import (
 )
 from fledge.server.reasoning_parsers import reasoning_parser
 from fledge.server.request_log import RequestLogEntry
-from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, TokenTexts, token_texts
-from fledge.server.servable import Servable, baseline_of
+from fledge.server.responses_api import ResponsesApiResponse, to_chat_request, with_own_field
 from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
 from fledge.server.tool_parsers import HermesParser, tool_parser
 
 
-class Service(Servable):
+class Service(BaseService):
     """Our own engine behind OpenAI's endpoints."""
 
     engine: AsyncEngine
@@ -44,7 +45,7 @@ class Service(Servable):
             has_drafter=drafter is not None,
             version=__version__,
             drafter=drafter,
-            baseline=baseline_of(drafter),
+            baseline=load_baseline(drafter),
         )
         super().__init__(options, metrics)
         self._requests = itertools.count()
@@ -53,7 +54,7 @@ class Service(Servable):
         self.prompts = Prompts(self.tokenizer, options, max_model_len=process.info.max_model_len)
         self._tool_parser = tool_parser(options.tool_call_parser, self.prompts.chat_template)
         self._reasoning = reasoning_parser(options.reasoning_parser, self.prompts.chat_template)
-        if self._tool_parser is HarmonyTools:  # the same parser finds the calls
+        if self._tool_parser is HarmonyTools:  # one parser for reasoning and calls
             self._reasoning = HarmonyParser
         self._texts = {as_ids: token_texts(self.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
@@ -63,14 +64,14 @@ class Service(Servable):
 
     @property
     def status(self) -> str:
-        """For whoever decides where to send requests, and when to start the server again."""
+        """The state for load balancers and supervisors: ok, draining, stalled or dead."""
         if not self.engine.is_healthy:
             return "dead"
         return "draining" if self.is_draining else "stalled" if self.engine.is_stalled else "ok"
 
-    async def _exchange_drafter(self, model: str) -> None:
+    async def _swap_drafter(self, model: str) -> None:
         await self.engine.load_drafter(model)
-        await self.engine.exchange_drafter(model, await asyncio.to_thread(baseline_of, model))
+        await self.engine.exchange_drafter(model, await asyncio.to_thread(load_baseline, model))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.options.served_model_names:
@@ -78,30 +79,30 @@ class Service(Servable):
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
     async def chat(self, request: ChatRequest, entry: RequestLogEntry) -> OpenAIResponse:
-        """Begin to answer a conversation."""
+        """Submit a chat request."""
         self._check(request, entry)
-        with self.engine.reserve(request.answers):
+        with self.engine.reserve(request.num_choices):
             tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-            if tools is not None and self._tool_parser is None and not tools.must_call:
+            if tools is not None and self._tool_parser is None and not tools.required_tools:
                 message = "it is not known how this model writes tool calls; start the server with --tool-call-parser"
                 refuse("tools", f"{message}, or demand a call with 'tool_choice'", code="no_tool_parser")
-            # A call that must come is written as the grammar says.
+            # A required call follows the grammar, so it can be parsed for any model.
             parser = None if tools is None else self._tool_parser or HermesParser
-            if tools is not None and tools.must_call and parser is not None and parser.TOOL is None:
+            if tools is not None and tools.required_tools and parser is not None and parser.TOOL_RULE is None:
                 parser = HermesParser
             is_excluded = tools is None and self.options.exclude_tools_when_tool_choice_none
             prompt = await self.prompts.chat(request, with_tools=not is_excluded)
             is_opened = self._reasoning is not None and self._reasoning.opened_by(prompt.ending)
             grammar = read_format(**request.structured_fields())
-            if tools is not None and parser is not None and tools.must_call:
+            if tools is not None and parser is not None and tools.required_tools:
                 if grammar is not None:
                     refuse(grammar.param, "cannot be had together with a demanded tool call")
                 grammar = call_grammar(parser, tools)
             if grammar is not None and self._reasoning is not None:
                 grammar = replace(grammar, reasoning=self._reasoning, reasoning_opened=is_opened)
             special = set(() if self.tokenizer is None else self.tokenizer.all_special_tokens)
-            has_special_end = self._reasoning is not None and not special.isdisjoint(self._reasoning.ENDS)
-            if has_special_end or (parser is not None and parser.special_markers):  # parsers look for these
+            has_special_end = self._reasoning is not None and not special.isdisjoint(self._reasoning.END_MARKERS)
+            if has_special_end or (parser is not None and parser.uses_special_tokens):  # the parsers need them
                 request = request.model_copy(update={"skip_special_tokens": False})
             script, template = script_of(prompt.ending), prompt.template
             generation = await self._generate(
@@ -109,29 +110,34 @@ class Service(Servable):
             )
 
         def answer_parser() -> AnswerParser:
-            calls = None if parser is None or tools is None else parser(tools=tools.known)
-            begins = () if parser is None else parser.begins
-            reasoning = None if self._reasoning is None else self._reasoning(opened=is_opened, calls=begins)
+            calls = None if parser is None or tools is None else parser(tools=tools.tools)
+            markers = () if parser is None else parser.start_markers
+            reasoning = None if self._reasoning is None else self._reasoning(opened=is_opened, calls=markers)
             return AnswerParser(reasoning, calls, parallel=tools is None or tools.parallel)
 
         texts = self._texts_for(request)
-        # What goes on with a message that is there is said by whoever said that.
+        # A continued message keeps its role.
         role = self.options.response_role if request.add_generation_prompt else str(request.messages[-1]["role"])
-        choices = [ChatChoice(number, request, texts, answer_parser(), role) for number in range(generation.answers)]
+        choices = [
+            ChatChoice(number, request, texts, answer_parser(), role) for number in range(generation.num_choices)
+        ]
         return OpenAIResponse(request, generation, entry, choices)
 
-    async def respond(self, request: ResponsesRequest, entry: RequestLogEntry) -> ResponsesAnswer:
-        """Begin to answer in the shapes of the Responses API."""
+    async def respond(self, request: ResponsesRequest, entry: RequestLogEntry) -> ResponsesApiResponse:
+        """Submit a request of the Responses API."""
         self._check_length("max_output_tokens", request.max_output_tokens)
-        return ResponsesAnswer(request, await self.chat(as_chat(request), entry))
+        try:
+            return ResponsesApiResponse(request, await self.chat(to_chat_request(request), entry))
+        except FledgeError as refused:
+            raise with_own_field(RequestError.of(refused)) from None
 
     async def complete(self, request: CompletionRequest, entry: RequestLogEntry) -> OpenAIResponse:
-        """Begin to complete prompts."""
+        """Submit a completion request."""
         self._check(request, entry)
         prompts = request.prompts
-        if len(prompts) * request.answers > MAX_ANSWERS:
+        if len(prompts) * request.num_choices > MAX_CHOICES:
             refuse("prompt", f"found {len(prompts)} prompts, too many")
-        with self.engine.reserve(len(prompts) * request.answers):
+        with self.engine.reserve(len(prompts) * request.num_choices):
             special = request.add_special_tokens
             encoded = [await self.prompts.encode(one, special) if isinstance(one, str) else one for one in prompts]
             echoes = [""] * len(prompts)
@@ -141,13 +147,12 @@ class Service(Servable):
             script = next((script_of(one) for one in prompts if isinstance(one, str)), "unknown")
             generation = await self._generate(request, entry, encoded, grammar, script=script)
         starts: list[list[int]] = [[] for _ in prompts]
-        if request.echo and request.logprobs_wanted is not None:
-            told = zip(generation.prompts, echoes, strict=True)
-            starts = [await self.prompts.offsets(ids, echo) for ids, echo in told]
-        each = zip(generation.prompts, echoes, starts, strict=True)
-        answers = [one for one in each for _ in range(generation.n)]
+        if request.echo and request.num_logprobs is not None:
+            starts = [await self.prompts.offsets(*pair) for pair in zip(generation.prompts, echoes, strict=True)]
+        by_prompt = zip(generation.prompts, echoes, starts, strict=True)
+        per_choice = [parts for parts in by_prompt for _ in range(generation.n)]
         texts = self._texts_for(request)
-        choices = [CompletionChoice(number, request, texts, *answer) for number, answer in enumerate(answers)]
+        choices = [CompletionChoice(number, request, texts, *parts) for number, parts in enumerate(per_choice)]
         return OpenAIResponse(request, generation, entry, choices)
 
     def _texts_for(self, request: SamplingRequest) -> TokenTexts:
@@ -163,18 +168,18 @@ class Service(Servable):
         if request.stream_options is not None and not request.stream:
             refuse("stream_options", "needs 'stream' to be true")
         if self.options.enable_force_include_usage and request.stream:
-            asked = request.stream_options or StreamOptions()
-            request.stream_options = asked.model_copy(update={"include_usage": True})
-        self._check_length(*request.asked_length)
-        most, named = self.options.max_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
-        for name, wanted in ((named, request.logprobs_wanted), ("prompt_logprobs", request.prompt_logprobs_wanted)):
-            if (wanted or 0) > most:
-                refuse(name, f"found {wanted}, this server gives at most {most}")
+            options = request.stream_options or StreamOptions()
+            request.stream_options = options.model_copy(update={"include_usage": True})
+        self._check_length(*request.max_tokens_field)
+        limit, field = self.options.max_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        for name, number in ((field, request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
+            if (number or 0) > limit:
+                refuse(name, f"found {number}, this server gives at most {limit}")
 
-    def _check_length(self, field: str, wanted: int | None) -> None:
-        """Refuse an answer longer than the context. One that only has no room left in it ends where that does."""
-        if (wanted or 0) > (most := self.engine.info.max_model_len):
-            refuse(field, f"found {wanted}, the context has {most} tokens")
+    def _check_length(self, field: str, max_tokens: int | None) -> None:
+        """Refuse a length that exceeds the context. If only the prompt leaves less room, generation ends there."""
+        if (max_tokens or 0) > (limit := self.engine.info.max_model_len):
+            refuse(field, f"found {max_tokens}, the context has {limit} tokens")
 
     async def _generate(
         self,
@@ -186,34 +191,34 @@ class Service(Servable):
         script: str,
         template: Template = NO_TEMPLATE,
     ) -> Generation:
-        """Submit. Raises a FledgeError if something is wrong with the request."""
+        """Submit a request to the engine. Raises FledgeError if it is invalid."""
         if request.bad_words and self.tokenizer is None:
             refuse("bad_words", "needs a tokenizer, which this model lacks")
         if grammar is not None:
             if self.tokenizer is None:
                 refuse(grammar.param, "needs a tokenizer, which this model lacks")
-            spaced = grammar.any_whitespace and not self.options.disable_any_whitespace
-            grammar = replace(grammar, any_whitespace=spaced)
+            any_whitespace = grammar.any_whitespace and not self.options.disable_any_whitespace
+            grammar = replace(grammar, any_whitespace=any_whitespace)
             await self.engine.compile(grammar)
         if (kept := request.truncate_prompt_tokens) is not None:
-            most = self.engine.info.max_model_len
-            if kept == 0 or kept > most:
-                refuse("truncate_prompt_tokens", f"found {kept}, allowed are 1 to {most}, and -1 for what fits")
-            kept = most - 1 if kept == -1 else kept
+            limit = self.engine.info.max_model_len
+            if kept == 0 or kept > limit:
+                refuse("truncate_prompt_tokens", f"found {kept}, allowed are 1 to {limit}, and -1 for what fits")
+            kept = limit - 1 if kept == -1 else kept
             is_right = request.truncation_side == "right"
             prompts = [prompt[:kept] if is_right else prompt[max(0, len(prompt) - kept) :] for prompt in prompts]
         generation = self.engine.generate(
             prompts,
             request.sampling_params(self.options.default_sampling),
-            request_id=f"{entry.id}-{next(self._requests)}",  # a client may give the same id twice
-            n=request.answers,
+            request_id=f"{entry.id}-{next(self._requests)}",  # clients may send the same id twice
+            n=request.num_choices,
             draft_limit=request.speculation_depth,
-            cache_salt=request.salt,
+            cache_salt=request.cache_salt_digest,
             priority=request.priority or 0,
             grammar=grammar,
             template=template,
             script=script,
             timeout=self.options.request_timeout,
         )
-        entry.answers, entry.prompt_tokens = generation.answers, generation.prompt_tokens
+        entry.answers, entry.prompt_tokens = generation.num_choices, generation.prompt_tokens
         return generation

@@ -1,11 +1,10 @@
-"""What a request says its answer must look like: a format, or calls of tools. From OpenAI's and vLLM's fields.
+"""Structured outputs and required tool calls: from the fields of a request to grammars and token masks.
 
     read_format(response_format=..., guided_regex=..., ...)  ->  Grammar  ->  GrammarCompiler.compile  ->  factory
     read_tools(tools, tool_choice, ...)  ->  ToolRequest  ->  call_grammar: enforces "required" and a named tool
 
-A grammar is data from a client: whatever is wrong with it is the client's mistake. Its size is limited here, the work
-it may cause by llguidance's own limits and by the sandbox that tries it first; what passes is compiled in the engine's
-process, and remembered.
+A grammar is data from a client, so all errors in it are RequestErrors. Its size is limited here, the work that it
+causes by llguidance's limits and by the sandbox. Then it is compiled in the engine's process and cached.
 """
 
 import functools
@@ -29,28 +28,28 @@ from fledge.server.grammar_sandbox import GrammarSandbox, compile_text
 from fledge.server.parsers import ReasoningParser
 from fledge.server.tool_calls import ToolParser
 
-# Between JSON tokens: a space, or a new line and its indentation. Left free, a small model may put in white space for
-# ever, which is valid and useless. None at all is vLLM's disable_any_whitespace.
+# Between JSON tokens: a space, or a line break and indentation. With arbitrary white space, small models may generate
+# it without end. No white space is vLLM's disable_any_whitespace.
 WHITESPACE = {"whitespace_pattern": r"\x20|\x0A(\x20{0,16}|\x09{0,8})"}
 NO_WHITESPACE = {"whitespace_flexible": False}
 MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, an expression, a grammar or all choices
 MAX_CHOICES = 2048
 MAX_TOOLS = 128
-COMPILE_SECONDS = 30.0  # by the clock, for what takes a few of CPU: in the sandbox and then in the engine's process
+COMPILE_SECONDS = 30.0  # wall time, in the sandbox and then in the engine's process
 COMPILE_THREADS = 2
 MAX_CACHED = 32  # compiled grammars
-MAX_MESSAGE = 300  # characters of what llguidance says of a grammar
-PARSER_LIMITS = {  # llguidance's, per token where they are called step
+MAX_MESSAGE = 300  # characters of an error of llguidance
+PARSER_LIMITS = {  # of llguidance; those called step are per token
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
-_spelled = functools.partial(json.dumps, ensure_ascii=False)  # as JSON, and so are Lark's strings
+_to_json = functools.partial(json.dumps, ensure_ascii=False)  # strings in Lark are the same
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _STYLES = ("disable_any_whitespace", "whitespace_pattern")  # of JSON
-_NOT_HERE = {  # of vLLM's names in `structured_outputs`
+_UNSUPPORTED = {  # of vLLM's `structured_outputs`
     "structural_tag": "use 'tools', or a grammar",
     "disable_additional_properties": 'say "additionalProperties": false in the schema',
 }
@@ -60,32 +59,32 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """A client's grammar, checked for size only: one of llguidance's grammar objects, and where it came from."""
+    """A client's grammar: one of llguidance's grammar objects, and its options. Only its size has been checked."""
 
     source: Mapping[str, Any]  # {"json_schema": ...} or {"lark_grammar": ...}
-    param: str  # the request's field, for errors
-    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more of them, which the source calls @NAME
-    markers: Mapping[str, str] = field(default_factory=dict)  # rules of the source for texts such as `<tool_call>`
-    any_whitespace: bool = True  # in JSON, within bounds
-    reasoning: type[ReasoningParser] | None = None  # what free reasoning that comes before it looks like
-    reasoning_opened: bool = False  # by the prompt
+    param: str  # the field of the request, for errors
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more grammars; the source refers to @NAME
+    markers: Mapping[str, str] = field(default_factory=dict)  # rule name -> text such as `<tool_call>`
+    any_whitespace: bool = True  # in JSON; limited to `WHITESPACE`
+    reasoning: type[ReasoningParser] | None = None  # free reasoning comes first, in this format
+    reasoning_opened: bool = False  # the prompt ends inside of reasoning
 
 
 def read_format(*, response_format: Any = None, structured_outputs: Any = None, **guided: Any) -> Grammar | None:
-    """Return the grammar that a request's fields (as parsed from JSON; `guided`: guided_json and so on) ask for."""
-    asked = [(name, name.removeprefix("guided_"), value) for name, value in guided.items() if value is not None]
+    """Return the grammar of a request, from its fields as parsed from JSON; `guided`: guided_json and so on."""
+    found = [(name, name.removeprefix("guided_"), value) for name, value in guided.items() if value is not None]
     style: Mapping[str, Any] = {}
     if structured_outputs is not None:
-        found, style = _read_structured_outputs(structured_outputs)
-        asked.append(found)
+        output, style = _read_structured_outputs(structured_outputs)
+        found.append(output)
     if response_format is not None:
-        asked += _read_response_format(response_format)
-    if not asked:
+        found += _read_response_format(response_format)
+    if not found:
         return None
-    if len(asked) > 1:
-        names = ", ".join(name for name, _, _ in asked)
-        _refuse_grammar(asked[-1][0], f"found {names} together, allowed is one of them")
-    ((param, kind, value),) = asked
+    if len(found) > 1:
+        names = ", ".join(name for name, _, _ in found)
+        _refuse_grammar(found[-1][0], f"found {names} together, allowed is one of them")
+    ((param, kind, value),) = found
     source, pattern = _source(param, kind, value), style.get("whitespace_pattern")
     if pattern is not None and "json_schema" in source:
         source["json_schema"] = {"x-guidance": {"whitespace_pattern": pattern}, **source["json_schema"]}
@@ -107,7 +106,7 @@ def _read_response_format(value: Any) -> list[tuple[str, str, Any]]:
 
 
 def _read_structured_outputs(value: Any) -> tuple[tuple[str, str, Any], Mapping[str, Any]]:
-    """Return which field asks for what, and how JSON is to be written."""
+    """Return (param, kind, value), and the options for JSON."""
     if not isinstance(value, Mapping):
         _refuse_grammar("structured_outputs", f"expected an object with one of {', '.join(_KINDS)}")
     given = {name: inner for name, inner in value.items() if inner is not None and inner is not False}
@@ -117,8 +116,8 @@ def _read_structured_outputs(value: Any) -> tuple[tuple[str, str, Any], Mapping[
     if not isinstance(style.get("whitespace_pattern", ""), str):
         _refuse_grammar("structured_outputs", "'whitespace_pattern' must be a regular expression")
     for name in given:
-        if name in _NOT_HERE:
-            _refuse_grammar("structured_outputs", f"'{name}' is not available here; {_NOT_HERE[name]}")
+        if name in _UNSUPPORTED:
+            _refuse_grammar("structured_outputs", f"'{name}' is not available here; {_UNSUPPORTED[name]}")
         if name not in _KINDS:
             _refuse_grammar("structured_outputs", f"unknown name '{name}'.{nearest_name_hint(str(name), _KINDS)}")
     if len(given) != 1:
@@ -128,6 +127,7 @@ def _read_structured_outputs(value: Any) -> tuple[tuple[str, str, Any], Mapping[
 
 
 def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
+    """Return llguidance's grammar object for one of `_KINDS`."""
     if kind == "json_object":
         if value is not True:
             _refuse_grammar(param, "expected true")
@@ -149,23 +149,23 @@ def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
             _refuse_grammar(param, "expected a list of non-empty strings")
         if len(value) > MAX_CHOICES:
             _refuse_grammar(param, f"found {len(value)} choices, allowed are {MAX_CHOICES}")
-        # One terminal: as alternatives of a rule they would all be items of one row, which has room for 2,000.
-        lark = "start: CHOICE\nCHOICE: " + " | ".join(map(_spelled, value))
+        # One terminal: as alternatives of a rule, all would be items of one Earley row, which has room for 2,000.
+        lark = "start: CHOICE\nCHOICE: " + " | ".join(map(_to_json, value))
         _check_size(param, lark)
         return {"lark_grammar": lark}
     if not isinstance(value, str) or not value.strip():
         _refuse_grammar(param, "expected a non-empty string")
     _check_size(param, value)
     if kind == "regex":
-        return {"lark_grammar": f"start: /{regex_to_lark(value, 'd')}/"}  # \d is 0 to 9, not every script's digits
+        return {"lark_grammar": f"start: /{regex_to_lark(value, 'd')}/"}  # \d is 0 to 9 only
     try:
-        return {"lark_grammar": any_to_lark(value)}  # Lark as it is; GBNF, which vLLM also takes, translated
-    except Exception as error:  # it raises whatever it stumbled over
+        return {"lark_grammar": any_to_lark(value)}  # GBNF, which vLLM takes too, is translated
+    except Exception as error:  # it raises errors of many types
         _refuse_grammar(param, f"neither Lark nor GBNF: {_one_line(error)}")
 
 
-def _spaced(part: Mapping[str, Any], any_whitespace: bool) -> Mapping[str, Any]:
-    """Return a grammar with our way of writing JSON, which a schema's own `x-guidance` may overrule."""
+def _with_whitespace(part: Mapping[str, Any], any_whitespace: bool) -> Mapping[str, Any]:
+    """Return a grammar with our white space in JSON, unless the schema's own `x-guidance` says otherwise."""
     if (schema := part.get("json_schema")) is None:
         return part
     own = schema.get("x-guidance")
@@ -174,9 +174,9 @@ def _spaced(part: Mapping[str, Any], any_whitespace: bool) -> Mapping[str, Any]:
 
 
 def _check_size(param: str, value: Any) -> None:
-    """Refuse what is too long as text or JSON, or is no text: JSON can spell halves of characters."""
+    """Refuse text or JSON that is too long, or has lone surrogates."""
     try:
-        size = len((value if isinstance(value, str) else _spelled(value)).encode())
+        size = len((value if isinstance(value, str) else _to_json(value)).encode())
     except RecursionError:
         _refuse_grammar(param, "nested too deeply")
     except UnicodeEncodeError:
@@ -189,17 +189,17 @@ def _check_size(param: str, value: Any) -> None:
 
 
 class ToolRequest(NamedTuple):
-    """A request with tools. `must_call` are those one of which has to be called; none: the model decides."""
+    """The tools of a request: name -> JSON schema of the arguments."""
 
-    must_call: Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its arguments
+    required_tools: Mapping[str, Mapping[str, Any]]  # one of these must be called; if empty, the model decides
     parallel: bool
-    known: Mapping[str, Mapping[str, Any]]  # all of them
+    tools: Mapping[str, Mapping[str, Any]]
 
 
 def read_tools(
     tools: Sequence[Any] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None
 ) -> ToolRequest | None:
-    """Check OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. None: answers have no calls."""
+    """Check OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. None: tools are not to be called."""
     if len(tools or ()) > MAX_TOOLS:
         refuse("tools", f"found {len(tools or ())}, allowed are {MAX_TOOLS}")
     known = dict(_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
@@ -214,17 +214,21 @@ def read_tools(
         return None
     if named and named["name"] not in known:
         refuse("tool_choice", f"there is no tool '{named['name']}'.{nearest_name_hint(named['name'], known)}")
-    must_call = {named["name"]: known[named["name"]]} if named else known if tool_choice == "required" else {}
-    return ToolRequest(must_call=must_call, parallel=parallel_tool_calls is not False and not named, known=known)
+    required_tools = {named["name"]: known[named["name"]]} if named else known if tool_choice == "required" else {}
+    return ToolRequest(
+        required_tools=required_tools, parallel=parallel_tool_calls is not False and not named, tools=known
+    )
 
 
 def call_grammar(parser: type[ToolParser], request: ToolRequest) -> Grammar | None:
-    """Return the grammar of answers that call what must be called, as the parser's models write it; None: no must."""
-    if not request.must_call:
+    """Return the grammar of required calls in the parser's format; None if no call is required."""
+    if not request.required_tools:
         return None
-    parts = {f"arguments_{number}": {"json_schema": schema} for number, schema in enumerate(request.must_call.values())}
+    parts = {
+        f"arguments_{number}": {"json_schema": schema} for number, schema in enumerate(request.required_tools.values())
+    }
     _check_size("tools", parts)
-    lark = parser.grammar(list(request.must_call), parallel=request.parallel)
+    lark = parser.grammar(list(request.required_tools), parallel=request.parallel)
     return Grammar(source={"lark_grammar": lark}, parts=parts, markers=parser.markers, param="tools")
 
 
@@ -241,7 +245,7 @@ def _read_tool(tool: Any, param: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _function(value: Any) -> Mapping[str, Any]:
-    """Return what {"type": "function", "function": {...}} holds; of anything else, nothing."""
+    """Return the inner object of {"type": "function", "function": {...}}; empty for anything else."""
     function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
     return function if isinstance(function, Mapping) else {}
 
@@ -250,9 +254,9 @@ def _function(value: Any) -> Mapping[str, Any]:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer and remembers the latest ones. Thread-safe.
+    """Compiles grammars for one tokenizer, with a cache. Thread-safe.
 
-    `vocab_size` is the model's, which may exceed the tokenizer's; `eos_ids` are the ids that end an answer.
+    `vocab_size` is the model's, which may exceed the tokenizer's; `eos_ids` are the ids that end the output.
     """
 
     def __init__(
@@ -265,7 +269,7 @@ class GrammarCompiler:
         limits: Mapping[str, Any] = PARSER_LIMITS,
         sandboxed: bool = False,
     ) -> None:
-        """`sandboxed`: grammars that take too much time or memory are found out in another process, and refused."""
+        """`sandboxed`: grammars that take too much time or memory in another process are refused."""
         self._limits = limits
         self._compiled = functools.lru_cache(max_cached)(self._compile)
         self._vocab_size = vocab_size
@@ -286,45 +290,44 @@ class GrammarCompiler:
         return lambda: GrammarConstraint(pristine.deep_copy(), self._vocab_size)
 
     def _compile(self, text: str, param: str) -> LLMatcher:
-        """Other threads go on meanwhile."""
         _refuse_error(param, self._sandbox.check(text) if self._sandbox is not None else None)
         matcher = compile_text(self._tokenizer, text, self._limits)
         _refuse_error(param, matcher.get_error())
         return matcher
 
     def _text(self, grammar: Grammar) -> str:
-        """Return what llguidance reads: the grammar itself, or reasoning and then the grammar."""
+        """Return llguidance's JSON: the grammar, after free reasoning if there is some."""
         source = dict(grammar.source)
         if grammar.markers:
             rules = [f"{name}: {self._marker(text)}" for name, text in grammar.markers.items()]
             source["lark_grammar"] = "\n".join([source["lark_grammar"], *rules])
         parts = {"answer": source, **grammar.parts}
-        grammars = [{**_spaced(part, grammar.any_whitespace), "name": name} for name, part in parts.items()]
+        grammars = [{**_with_whitespace(part, grammar.any_whitespace), "name": name} for name, part in parts.items()]
         head = None
         if grammar.reasoning is not None:
             opened, calls = grammar.reasoning_opened, bool(grammar.markers)
-            head = grammar.reasoning.before_answer(self._marker, opened=opened, calls=calls)
-        spelled = _spelled(grammars)
-        if any(text in spelled for text in self._special):
-            # Text that must come is tokenized for the model, and llguidance would make special tokens of it.
+            head = grammar.reasoning.reasoning_lark(self._marker, opened=opened, calls=calls)
+        text_of_all = _to_json(grammars)
+        if any(text in text_of_all for text in self._special):
+            # llguidance tokenizes forced text itself, and would turn text into special tokens.
             head = '%llguidance {"no_forcing": true}\n' + (head or "start: @answer")
         if head is not None:
             grammars.insert(0, {"name": "whole", "lark_grammar": head})
         return json.dumps({"grammars": grammars})
 
     def _marker(self, text: str) -> str:
-        """Write a marker (`<tool_call>`) in Lark: as the special token it is in this tokenizer, or as text."""
+        """Write a marker (`<tool_call>`) in Lark: as a special token if the tokenizer has it, else as text."""
         if text not in self._special:
-            return _spelled(text)
+            return _to_json(text)
         return text if text.startswith("<") and text.endswith(">") else f"<[{self._special[text]}]>"
 
 
-class ConstraintFailed(Exception):  # noqa: N818 - of one answer, told by the engine
-    """The parser gave up in the middle of an answer."""
+class ConstraintError(Exception):
+    """The parser of a grammar failed during generation. The engine reports it for that request."""
 
 
 class GrammarConstraint:
-    """The engine's `TokenConstraint` by llguidance, for one answer. What its masks allow is what is valid."""
+    """The engine's `TokenConstraint` for one request, by llguidance."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
@@ -335,7 +338,7 @@ class GrammarConstraint:
         mask = self.allowed()
         found: Masks = [mask]
         for token in tokens:
-            # A matcher that has stopped does not count what it is given, and could not be rolled back.
+            # A stopped matcher does not count further tokens, so they could not be rolled back.
             if not mask[token] or self._matcher.is_stopped() or not self._matcher.consume_token(token):
                 break
             mask = self.allowed()
@@ -353,12 +356,12 @@ class GrammarConstraint:
         self._check()
         mask = np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(np.bool_)
         if not mask.any():
-            raise ConstraintFailed("the grammar allows no token of the vocabulary here")
+            raise ConstraintError("the grammar allows no token of the vocabulary here")
         return torch.from_numpy(mask)
 
-    def _check(self, went_well: bool = True) -> None:
-        if not went_well or self._matcher.is_error():
-            raise ConstraintFailed(_one_line(self._matcher.get_error() or "the grammar's parser failed"))
+    def _check(self, succeeded: bool = True) -> None:
+        if not succeeded or self._matcher.is_error():
+            raise ConstraintError(_one_line(self._matcher.get_error() or "the grammar's parser failed"))
 
 
 def _refuse_grammar(param: str, message: str) -> NoReturn:
@@ -367,11 +370,11 @@ def _refuse_grammar(param: str, message: str) -> NoReturn:
 
 def _refuse_error(param: str, error: str | None) -> None:
     if error:
-        nothing = "NoExtension" in error  # llguidance has no other way to say so
-        _refuse_grammar(param, "nothing satisfies it" if nothing else _one_line(error))
+        is_empty = "NoExtension" in error  # llguidance's only sign of a grammar that matches nothing
+        _refuse_grammar(param, "nothing satisfies it" if is_empty else _one_line(error))
 
 
 def _one_line(error: object) -> str:
-    """Return a message fit for a client: one line, not too long."""
+    """Return a message as one line of at most `MAX_MESSAGE` characters."""
     line = " ".join(str(error).split())
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."

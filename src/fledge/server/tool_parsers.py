@@ -1,4 +1,4 @@
-"""Tool calls as model families write them: JSON in Hermes, Llama 3 and Mistral, Python; and which parser reads whom."""
+"""Tool parsers by name: Hermes, Llama 3, Mistral and Pythonic here, others in files of their own."""
 
 import ast
 import json
@@ -7,67 +7,67 @@ from collections.abc import Generator
 from typing import Any, ClassVar
 
 from fledge.server.harmony import CHANNEL, HarmonyTools
-from fledge.server.parsers import Trimmer, named_parser
+from fledge.server.parsers import Trimmer, parser_by_name
 from fledge.server.tagged_tool_parsers import DeepSeekParser, Glm45Parser, KimiK2Parser, Qwen3CoderParser
-from fledge.server.tool_calls import ToolParser, valid_prefix
+from fledge.server.tool_calls import ToolParser, valid_json_prefix
 
 
 class HermesParser(ToolParser):
     """`<tool_call>` {"name": ..., "arguments": {...}} `</tool_call>`, any number of times."""
 
-    special_markers = False  # in Qwen's tokenizers they are tokens, but not special ones
+    uses_special_tokens = False  # Qwen's tokenizers have them as tokens, but not as special ones
     markers: ClassVar = {"begin": "<tool_call>", "end": "</tool_call>"}
-    begins = ("<tool_call>",)
+    start_markers = ("<tool_call>",)
 
-    SEVERAL = 'call ("\\n" call)*'
-    CALL = 'begin "\\n" (TOOLS) "}" "\\n" end'
-    TOOL = r'"{\"name\": \"TOOL\", \"arguments\": "'
+    PARALLEL_RULE = 'call ("\\n" call)*'
+    CALL_RULE = 'begin "\\n" (TOOLS) "}" "\\n" end'
+    TOOL_RULE = r'"{\"name\": \"TOOL\", \"arguments\": "'
 
     def _read_calls(self) -> Generator[None]:
         begin, end = self.markers["begin"], self.markers["end"]
-        while (yield from self._pass_until((begin,), self._content)):
+        while (yield from self._emit_until((begin,), self._emit_content)):
             call, _ = yield from self._read_object(begin)
-            if call.is_call and call.is_bad:  # after what cannot be JSON, all up to the end marker is arguments
-                yield from self._pass_until((end,), self._arguments)
+            if call.is_call and call.is_invalid:  # all text up to the end marker is arguments
+                yield from self._emit_until((end,), self._emit_arguments)
             elif call.is_call:
                 found = yield from self._skip(end)
                 if found is None and end.startswith(self._buffer.lstrip()):
-                    self._buffer = ""  # the answer ends within the marker, which is nobody's content
+                    self._buffer = ""  # the output ends within the end marker
 
 
 class Llama3Parser(ToolParser):
-    """{"name": ..., "parameters": {...}} anywhere in the answer, also after `<|python_tag|>`; `;` between several.
+    """{"name": ..., "parameters": {...}} anywhere in the output, also after `<|python_tag|>`; `;` between several.
 
-    An object without both of them is content, and so is whatever is inside it.
+    An object without both members is content, with all that is inside it.
     """
 
     TAG = "<|python_tag|>"
-    special_markers = True
-    markers: ClassVar = {}  # the tag is for code; calls are plain JSON
-    begins = (TAG,)
+    uses_special_tokens = True
+    markers: ClassVar = {}  # the tag is for code; required calls are plain JSON
+    start_markers = (TAG,)
 
-    SEVERAL = 'call ("; " call)*'
-    CALL = '(TOOLS) "}"'
-    TOOL = r'"{\"name\": \"TOOL\", \"parameters\": "'
+    PARALLEL_RULE = 'call ("; " call)*'
+    CALL_RULE = '(TOOLS) "}"'
+    TOOL_RULE = r'"{\"name\": \"TOOL\", \"parameters\": "'
 
     def _read_calls(self) -> Generator[None]:
-        while marker := (yield from self._pass_until((self.TAG, "{"), self._content)):
+        while marker := (yield from self._emit_until((self.TAG, "{"), self._emit_content)):
             if marker == "{":
                 marker, self._buffer = "", marker + self._buffer
             call, text = yield from self._read_object(marker, needs_arguments=True)
-            if call.is_call and not call.is_bad:
+            if call.is_call and not call.is_invalid:
                 yield from self._skip(";")
             elif not call.is_call and text.lstrip().startswith("{"):
                 while not self._buffer and not self._is_final:
                     yield
                 following = text + self._buffer[:1]
-                if valid_prefix(following) == len(following):  # JSON so far
+                if valid_json_prefix(following) == len(following):  # JSON so far
                     yield from self._pass_object(text)
 
     def _pass_object(self, begun: str) -> Generator[None]:
-        """Hand on the rest of an object that is no call."""
+        """Emit the rest of an object as content."""
         depth, in_string, escaped = 0, False, False
-        text, told = begun, len(begun)
+        text, emitted = begun, len(begun)
         while True:
             for at, character in enumerate(text):
                 if in_string:
@@ -77,46 +77,46 @@ class Llama3Parser(ToolParser):
                     in_string = character == '"'
                     depth += (character == "{") - (character == "}")
                 if depth == 0 and character == "}":
-                    self._content(text[told : at + 1])
-                    self._buffer = text[max(at + 1, told) :] + self._buffer
+                    self._emit_content(text[emitted : at + 1])
+                    self._buffer = text[max(at + 1, emitted) :] + self._buffer
                     return
-            self._content(text[told:])
+            self._emit_content(text[emitted:])
             if not self._buffer:
                 if self._is_final:
                     return
                 yield
-            text, told, self._buffer = self._buffer, 0, ""
+            text, emitted, self._buffer = self._buffer, 0, ""
 
 
 class MistralParser(ToolParser):
     """`[TOOL_CALLS]` and a JSON list of calls; in newer models `[TOOL_CALLS]NAME[ARGS]{...}` for each of them."""
 
     TAG, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-    special_markers = True
+    uses_special_tokens = True
     markers: ClassVar = {}
-    begins = (TAG,)
+    start_markers = (TAG,)
 
     def _read_calls(self) -> Generator[None]:
-        while (yield from self._pass_until((self.TAG,), self._content)):
+        while (yield from self._emit_until((self.TAG,), self._emit_content)):
             if (yield from self._skip("[")) is not None:
                 yield from self._read_list()
                 continue
-            head = yield from self._read_head(("{", self.ARGUMENTS, self.ID, self.TAG))
+            header = yield from self._read_header(("{", self.ARGUMENTS, self.ID, self.TAG))
             call_id = None
-            if head is not None and head[1] == self.ID:
-                written = yield from self._read_head(("{", self.ARGUMENTS, self.TAG))
-                call_id, head = (None, None) if written is None else (written[0].strip(), (head[0], written[1]))
-            if head is None or head[1] == self.TAG or not head[0].strip():
-                self._content(self.TAG + "".join(head or ()))
+            if header is not None and header[1] == self.ID:
+                written = yield from self._read_header(("{", self.ARGUMENTS, self.TAG))
+                call_id, header = (None, None) if written is None else (written[0].strip(), (header[0], written[1]))
+            if header is None or header[1] == self.TAG or not header[0].strip():
+                self._emit_content(self.TAG + "".join(header or ()))
                 continue
-            self._begin_call(head[0].strip(), call_id)
-            self._buffer = head[1].replace(self.ARGUMENTS, "") + self._buffer
+            self._start_call(header[0].strip(), call_id)
+            self._buffer = header[1].replace(self.ARGUMENTS, "") + self._buffer
             found = yield from self._read_arguments()
             self._buffer = (found or "") + self._buffer
 
     def _read_arguments(self) -> Generator[None, None, str | None]:
         trimmed = Trimmer()
-        return (yield from self._pass_until((self.TAG,), lambda text: self._arguments(trimmed(text))))
+        return (yield from self._emit_until((self.TAG,), lambda text: self._emit_arguments(trimmed(text))))
 
     def _read_list(self) -> Generator[None]:
         marker = f"{self.TAG}["
@@ -124,13 +124,13 @@ class MistralParser(ToolParser):
         while found == ",":
             call, _ = yield from self._read_object(marker)
             marker = ""
-            found = (yield from self._skip(",", "]")) if call.is_call and not call.is_bad else None
+            found = (yield from self._skip(",", "]")) if call.is_call and not call.is_invalid else None
 
 
 class PythonicParser(ToolParser):
-    """`[f(a=1, b="x"), g()]` as the whole answer: Python's calls with keywords and literals. Told when it is whole."""
+    """`[f(a=1, b="x"), g()]` as the complete output: calls in Python with keywords and literals. Emitted at the end."""
 
-    special_markers = False
+    uses_special_tokens = False
     markers: ClassVar = {}
     _MAY_BE = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?)?", re.DOTALL)
 
@@ -138,14 +138,14 @@ class PythonicParser(ToolParser):
         while not self._is_final and self._MAY_BE.fullmatch(self._buffer):
             yield
         for name, arguments in _python_calls(self._buffer):
-            self._begin_call(name)
-            self._arguments(arguments)
+            self._start_call(name)
+            self._emit_arguments(arguments)
             self._buffer = ""
-        yield from self._pass_until((), self._content)
+        yield from self._emit_until((), self._emit_content)
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:
-    """Return the calls that a text is a list of, with their arguments as JSON; none if it is anything else."""
+    """Return name and JSON arguments of each call in a Python list of calls; nothing if the text is anything else."""
     try:
         listed = ast.parse(text.strip(), mode="eval").body
         calls = listed.elts if isinstance(listed, ast.List) else []
@@ -163,11 +163,11 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
 
 
 def _literal(node: ast.expr) -> Any:
-    words = {"true": True, "false": False, "null": None}  # JSON's, which models write too
-    return words[node.id] if isinstance(node, ast.Name) and node.id in words else ast.literal_eval(node)
+    json_names = {"true": True, "false": False, "null": None}  # models write these too
+    return json_names[node.id] if isinstance(node, ast.Name) and node.id in json_names else ast.literal_eval(node)
 
 
-# Under vLLM's names for --tool-call-parser, and what else people call them.
+# vLLM's names for --tool-call-parser, and other common names.
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
     "qwen": HermesParser,
@@ -188,11 +188,11 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 }
 
 
-# What a chat template has in it that tells its model to write so; the first that fits.
-_IN_TEMPLATES = (
+# Markers in the chat template, and the parser; the first match counts.
+_BY_TEMPLATE = (
     ((f"{CHANNEL}commentary",), "openai"),
     (("<|tool_calls_section_begin|>",), "kimi_k2"),
-    (DeepSeekParser.begins[:1], "deepseek_v3"),
+    (DeepSeekParser.start_markers[:1], "deepseek_v3"),
     (("<arg_key>",), "glm45"),
     (("<tool_call>", "<function="), "qwen3_coder"),
     (("<tool_call>",), "hermes"),
@@ -203,7 +203,7 @@ _IN_TEMPLATES = (
 
 
 def tool_parser(name: str | None, template: str | None = None) -> type[ToolParser] | None:
-    """`named_parser`, found by what the chat template tells its model to write, if it is one that we know."""
+    """Return the parser of that name; None or "auto": the one that fits the chat template. Raises ConfigError."""
     template = template or ""
-    found = next((known for markers, known in _IN_TEMPLATES if all(one in template for one in markers)), None)
-    return named_parser("tool", name or "auto", TOOL_PARSERS, TOOL_PARSERS.get(found or ""))
+    found = next((known for markers, known in _BY_TEMPLATE if all(one in template for one in markers)), None)
+    return parser_by_name("tool", name or "auto", TOOL_PARSERS, TOOL_PARSERS.get(found or ""))

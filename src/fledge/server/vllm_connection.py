@@ -1,6 +1,6 @@
-"""HTTP/1.1 to a vLLM over a connection that is kept for the next request: bytes of a body are passed on as they come.
+"""A minimal HTTP/1.1 client for vLLM over a Unix socket, with keep-alive. Bodies are streamed as bytes.
 
-Knows what vLLM's own server sends and no more: a length, chunks, or a body that ends with the connection.
+Bodies of responses may have a Content-Length, be chunked, or end with the connection.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ from fledge.server.errors import RequestError
 DEAD = "vLLM has stopped working; see the server's log"
 READ_BYTES = 1 << 18
 _LINE_BYTES = 1 << 16
-_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;.*)?")  # of a chunk; what follows a semicolon means nothing here
+_CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;.*)?")  # extensions are ignored
 HeaderList = Sequence[tuple[bytes, bytes]]
 
 
 class ProtocolError(Exception):
-    """What came is no answer, or half of one."""
+    """The response is not valid HTTP, or incomplete."""
 
 
 class SizedBody:
-    """A body of a known length; None: it ends with the connection."""
+    """A body with a Content-Length; if that is None, it ends with the connection."""
 
     def __init__(self, length: int | None) -> None:
         self._left = length
@@ -32,7 +32,7 @@ class SizedBody:
         return self._left == 0
 
     def read(self, data: bytes) -> bytes:
-        """Return what `data` holds of the body; none: the connection has ended."""
+        """Return the part of the body in `data`; empty data means the end of the connection. Raises ProtocolError."""
         if self._left is None:
             self._left = None if data else 0
         elif not data or len(data) > self._left:
@@ -43,16 +43,16 @@ class SizedBody:
 
 
 class ChunkedBody:
-    """A body in chunks, however they were cut on their way."""
+    """A body with chunked transfer encoding."""
 
     def __init__(self) -> None:
         self.is_complete = False
-        self._line = b""  # that has not ended yet
-        self._left = 0  # of a chunk and the line's end behind it
+        self._line = b""  # the beginning of an incomplete line
+        self._left = 0  # bytes of the chunk and of the CRLF after it
         self._is_trailer = False
 
     def read(self, data: bytes) -> bytes:
-        """Return what `data` holds of the body; none: the connection has ended. Raises ProtocolError if too early."""
+        """As `SizedBody.read`."""
         if not data:
             raise ProtocolError
         found, data, self._line = [], self._line + data, b""
@@ -75,7 +75,7 @@ class ChunkedBody:
     def _read_line(self, line: bytes) -> None:
         if self._is_trailer:
             self.is_complete = not line
-        elif (size := _SIZE.fullmatch(line)) is None:
+        elif (size := _CHUNK_SIZE.fullmatch(line)) is None:
             raise ProtocolError
         elif int(size[1], 16):
             self._left = int(size[1], 16) + 2
@@ -83,8 +83,8 @@ class ChunkedBody:
             self._is_trailer = True
 
 
-class WholeAnswer(NamedTuple):
-    """An answer that was read to its end."""
+class VllmResponse(NamedTuple):
+    """A complete response."""
 
     status: int
     headers: HeaderList
@@ -92,15 +92,15 @@ class WholeAnswer(NamedTuple):
 
 
 class VllmConnection:
-    """A connection: one request at a time, and vLLM's answer to it in the making. Used by one reader."""
+    """A connection, with one request and its response at a time. Used by one reader."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.status = 0
-        self.headers: HeaderList = ()  # of the answer, names in lower case
+        self.headers: HeaderList = ()  # of the response, names in lower case
         self._reader = reader
         self._writer = writer
         self._body: SizedBody | ChunkedBody = SizedBody(None)
-        self._is_last = False  # vLLM closes it after this answer
+        self._is_last = False  # vLLM closes the connection after this response
         self._error: RequestError | None = None
 
     @classmethod
@@ -109,21 +109,21 @@ class VllmConnection:
         return cls(*await asyncio.open_unix_connection(socket, limit=2 * READ_BYTES))
 
     @property
-    def can_be_kept(self) -> bool:
-        """Whether another request may be sent: the last answer was read to its end, and vLLM has not closed it."""
+    def is_reusable(self) -> bool:
+        """Whether another request may be sent: the last response is complete, and the connection is open."""
         is_closed = self._reader.at_eof() or self._writer.is_closing()
         return self._body.is_complete and not self._is_last and not is_closed
 
-    async def ask(self, method: str, target: bytes, headers: HeaderList, body: bytes) -> bool:
-        """Send a request; wait for the head of its answer. False: vLLM closed the connection without a byte.
+    async def request(self, method: str, target: bytes, headers: HeaderList, body: bytes) -> bool:
+        """Send a request and read the head of the response. False: vLLM had closed the connection; try another.
 
-        Raises RequestError where vLLM dies on the way, or it was aborted.
+        Raises RequestError if vLLM dies, or if this connection is aborted.
         """
         self.status, self._body = 0, SizedBody(None)
         lines = [b"%s %s HTTP/1.1" % (method.encode(), target), *(b"%s: %s" % header for header in headers), b"", body]
-        self._writer.write(b"\r\n".join(lines))  # at once: a system call less
+        self._writer.write(b"\r\n".join(lines))  # in one system call
         try:
-            while self.status < 200:  # what says 100 comes before the answer
+            while self.status < 200:  # 1xx come before the final response
                 self._read_head(await self._reader.readuntil(b"\r\n\r\n"))
         except (OSError, asyncio.IncompleteReadError) as error:
             if self._error is None and not self.status and not getattr(error, "partial", b""):
@@ -150,7 +150,7 @@ class VllmConnection:
         self._body = ChunkedBody() if is_chunked else SizedBody(int(length) if length else None)
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes: whatever is there, at once. Raises RequestError where it breaks off."""
+        """Yield the body in parts as they arrive. Raises RequestError if it is incomplete."""
         while not self._body.is_complete:
             try:
                 part = self._body.read(await self._reader.read(READ_BYTES))
@@ -159,13 +159,13 @@ class VllmConnection:
             if part:
                 yield part
 
-    async def whole(self) -> WholeAnswer:
-        """The answer when all of it has come: the connection may then have another's."""
+    async def read(self) -> VllmResponse:
+        """Read the body to its end and return the response."""
         content = b"".join([part async for part in self.parts()])
-        return WholeAnswer(self.status, self.headers, content)
+        return VllmResponse(self.status, self.headers, content)
 
     def abort(self, error: RequestError | None = None) -> None:
-        """Close it at once: vLLM ends what it was asked for, and whoever still reads gets the error."""
+        """Close the connection, which aborts the request in vLLM. The reader gets `error`."""
         self._error = self._error or error
         self._writer.transport.abort()
 

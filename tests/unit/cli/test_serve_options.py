@@ -19,7 +19,7 @@ import typer
 from fledge import LLM
 from fledge.cli import serve as serve_module
 from fledge.cli import vllm_command
-from fledge.cli.command import token_count
+from fledge.cli.command import parse_token_count
 from fledge.cli.main import app
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.vllm_options import ALIASES, FOREIGN, FOREIGN_NOW, HONOURED, VLLM_VERSION
@@ -46,7 +46,7 @@ FLAGS = {"--enable-auto-tool-choice", "--enable-prefix-caching", "--no-enable-pr
 
 
 def translate(words: Sequence[str], values: Collection[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
-    given, rest = vllm_command.read_words(words, flags)
+    given, rest = vllm_command.parse_arguments(words, flags)
     ours, notes = vllm_command.translate(given, values, flags)
     return [*ours, *rest], notes
 
@@ -277,7 +277,7 @@ def test_several_names_in_a_row_and_origins_in_json() -> None:
 
 @pytest.mark.parametrize(("text", "length"), [("auto", None), ("4096", 4096), ("4k", 4000), ("4K", 4096)])
 def test_lengths(text: str, length: int | None) -> None:
-    assert token_count(text) == length
+    assert parse_token_count(text) == length
 
 
 def test_every_option_of_the_engine_is_one_of_the_python_api_with_the_same_default_and_words() -> None:

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fledge.decoding.params import SamplingParams
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.outputs import RequestUpdate, TextPiece
-from fledge.server.responses import token_texts
+from fledge.server.completions import token_texts
 from tests.tiny_tokenizer import END, save_tokenizer
 
 

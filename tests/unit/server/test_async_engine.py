@@ -19,9 +19,9 @@ from fledge.engine.protocol import DeadEngineError, EngineStats
 from fledge.errors import PromptError
 from fledge.server.app import drain
 from fledge.server.async_engine import AsyncEngine, Generation, TextDelta
+from fledge.server.drift_monitor import RequestTraits
 from fledge.server.engine_process import EngineWorker
 from fledge.server.errors import RequestError
-from fledge.server.live_drift import Traits
 from fledge.server.prompts import Template
 from fledge.server.structured import Grammar, GrammarCompiler, read_format
 from tests.serving import EngineThread, make_llm
@@ -37,13 +37,13 @@ class Recorder:
     def __init__(self) -> None:
         self.stats: list[EngineStats] = []
         self.finished: list[RequestUpdate] = []
-        self.traits: list[Traits] = []
+        self.traits: list[RequestTraits] = []
         self.rejected: list[str] = []
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats.append(stats)
 
-    def on_finished(self, last: RequestUpdate, traits: Traits) -> None:
+    def on_finished(self, last: RequestUpdate, traits: RequestTraits) -> None:
         self.finished.append(last)
         self.traits.append(traits)
 
@@ -109,7 +109,7 @@ def test_a_report_tells_rounds_outside_repetition_and_copies_apart() -> None:
     generation.prompts = [[1] * 9, [70, *range(60, 68)]]
     tokens = [*range(8), *range(8), 50, *range(60, 68)]
     unended = SimpleNamespace(token_ids=[], metrics=None)
-    generation._texts = [unended, unended, unended, SimpleNamespace(token_ids=tokens, metrics=metrics)]  # type: ignore[list-item]
+    generation._detokenizers = [unended, unended, unended, SimpleNamespace(token_ids=tokens, metrics=metrics)]  # type: ignore[list-item]
     told = generation.usage(speculation={"enabled": True})["speculation"]
     assert (told["rounds"], told["accepted_by_depth"]) == (4, [3, 2])
     assert (told["repeated_tokens"], told["copied_tokens"]) == (8, 8)
@@ -155,7 +155,7 @@ def test_several_answers_to_several_prompts_come_as_one_stream() -> None:
         async for number, delta in generation.deltas():
             tokens[number] += delta.token_ids
         assert [tuple(one) for one in tokens] == expected
-        assert (generation.answers, generation.output_tokens) == (6, 120)
+        assert (generation.num_choices, generation.output_tokens) == (6, 120)
         assert generation.finish_reasons == ["length"] * 6
         await at_rest(engine)
 
@@ -418,7 +418,7 @@ def test_compiling_a_grammar_holds_up_nobody_and_has_an_end(monkeypatch: pytest.
         assert [error.status for error in errors if isinstance(error, RequestError)] == [400, 400, 503]
         assert "takes longer than 0.3 s" in str(errors[0])
         slow.set()
-        while engine._asked:
+        while engine._calls:
             await asyncio.sleep(0.002)
         await engine.compile(grammar("b"))
         _, text, _ = await collect(engine.generate([PROMPTS[0]], GREEDY, request_id="b", grammar=grammar("b")))

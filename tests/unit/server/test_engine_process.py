@@ -20,7 +20,7 @@ from fledge.errors import ConfigError
 from fledge.evaluation.baseline import Baseline, BaselineCell
 from fledge.server import child
 from fledge.server.async_engine import AsyncEngine
-from fledge.server.engine_process import EngineProcess, known_acceptance, packed
+from fledge.server.engine_process import EngineProcess, baseline_acceptance, encode_message
 from fledge.server.errors import RequestError
 from fledge.server.structured import read_format
 from tests.forking import fork_engine
@@ -92,7 +92,7 @@ def test_answers_grammars_stops_and_aborts_and_nothing_imported_from_the_working
         # A pipe holds 64 KiB: what does not fit waits in the parent, which goes on meanwhile.
         long = read_format(guided_choice=["yes", *(letter * 3000 for letter in "abcdefghijklmnopqrst")])
         assert long is not None
-        assert 6 * len(packed(long)) > 4 * 2**16
+        assert 6 * len(encode_message(long)) > 4 * 2**16
         await engine.compile(long)
         streams = [engine.generate([PROMPTS[0]], GREEDY, request_id=f"long {i}", grammar=long) for i in range(6)]
         assert len({text for _, text, _ in await asyncio.gather(*map(collect, streams))}) == 1
@@ -171,7 +171,7 @@ def test_the_child_ends_with_its_parent() -> None:
 def test_values_come_whole_however_they_are_cut() -> None:
     reader_end, writer_end = os.pipe()
     values = [{"a": 1}, b"x" * 5000, [1, 2, 3], None]
-    whole = b"".join(map(packed, values))
+    whole = b"".join(map(encode_message, values))
     for start_at in range(0, len(whole), 777):
         os.write(writer_end, whole[start_at : start_at + 777])
     os.close(writer_end)
@@ -182,14 +182,14 @@ def test_values_come_whole_however_they_are_cut() -> None:
 
 
 def test_what_the_drafters_evaluation_found_is_where_the_controller_starts_from(tmp_path: Path) -> None:
-    assert known_acceptance(None) == known_acceptance(str(tmp_path)) == {}
+    assert baseline_acceptance(None) == baseline_acceptance(str(tmp_path)) == {}
     rates = {0.0: (0.6, 0.3), 1.0: (0.5, 0.0)}
     cells = [
         BaselineCell(temperature=t, depth=2, rounds=9, acceptance_length=1 + sum(r), rate_by_depth=r)
         for t, r in rates.items()
     ]
     Baseline(cells=tuple(cells), measured_on=("mt_bench",), fledge_version="1", date="2026-11-16").write(tmp_path)
-    found = known_acceptance(str(tmp_path))
+    found = baseline_acceptance(str(tmp_path))
     assert found[RequestKind.GREEDY][:2] == pytest.approx([0.6, 0.5]), "of those that stood before it"
     assert found[RequestKind.SAMPLED][:3] == [0.5, 0.0, 0.0]
     policy, costs = AdaptiveDepth(2, 1), CostTable()
@@ -201,4 +201,4 @@ def test_what_the_drafters_evaluation_found_is_where_the_controller_starts_from(
     policy.expect(found | {kind: [0.01] for kind in (RequestKind.SAMPLED, RequestKind.SAMPLED_DRAFTS)})
     assert policy.choose(requests, costs) == PLAIN
     (tmp_path / "acceptance.json").write_text("{")
-    assert known_acceptance(str(tmp_path)) == {}
+    assert baseline_acceptance(str(tmp_path)) == {}

@@ -8,7 +8,7 @@ from fledge.engine.arms import Arm
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.protocol import EngineStats
-from fledge.server.history import HistoryInterval, SpeculationNote, SpeedUp, explain, speed_up
+from fledge.server.history import HistoryInterval, SpeculationNote, SpeedupEstimate, estimate_speedup, explain
 from fledge.server.prompts import Template
 
 
@@ -32,8 +32,8 @@ def _acceptance(*rounds: tuple[int, int, int]) -> AcceptanceStatistics:
 Rounds = Mapping[tuple[int, int], tuple[int, int]]  # (batch, depth) -> rounds, tokens
 
 
-def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
-    return speed_up(_seen(rounds), EngineStats(costs=costs))
+def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedupEstimate:
+    return estimate_speedup(_seen(rounds), EngineStats(costs=costs))
 
 
 def _seen(rounds: Rounds) -> HistoryInterval:
@@ -232,9 +232,9 @@ def test_what_the_controller_does_is_said_and_why(choice: DepthChoice, said: str
 
 def test_what_the_controller_expects_is_the_estimate_where_nothing_else_tells() -> None:
     nothing = HistoryInterval()
-    assert speed_up(nothing, EngineStats(choice=_choice(3))).value == pytest.approx(1.5)
-    assert speed_up(nothing, EngineStats(choice=_choice(0))).value == 1.0
-    assert speed_up(_seen({(8, 3): (100, 1920)}), EngineStats(choice=_choice(3))).value == pytest.approx(1.5)
+    assert estimate_speedup(nothing, EngineStats(choice=_choice(3))).value == pytest.approx(1.5)
+    assert estimate_speedup(nothing, EngineStats(choice=_choice(0))).value == 1.0
+    assert estimate_speedup(_seen({(8, 3): (100, 1920)}), EngineStats(choice=_choice(3))).value == pytest.approx(1.5)
 
 
 def test_what_the_controller_holds_back_is_no_loss() -> None:

@@ -10,8 +10,8 @@ from fledge.decoding.params import SamplingParams
 from fledge.engine.outputs import RequestUpdate, RoundRecord
 from fledge.engine.protocol import EngineStats
 from fledge.server.dashboard import snapshot
+from fledge.server.drift_monitor import RequestTraits
 from fledge.server.history import History, by_context
-from fledge.server.live_drift import Traits
 from fledge.server.metrics import MAX_TEMPLATES, Metrics
 from fledge.server.prompts import Template
 from tests import engine_cases
@@ -260,7 +260,7 @@ def test_a_real_engine_is_reported_truly():
         steps.append(engine.stats())
         metrics.on_stats(steps[-1])
     for update in last:
-        metrics.on_finished(update, Traits(Template("t", "h")))
+        metrics.on_finished(update, RequestTraits(Template("t", "h")))
     acceptance = engine.stats().acceptance
     assert _value(metrics, "spec_decode_num_drafts_total") == acceptance.rounds > 0
     assert _value(metrics, "spec_decode_num_accepted_tokens_total") == sum(acceptance.accepted_by_depth)

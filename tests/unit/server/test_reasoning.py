@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from fledge.engine.outputs import TextPiece
 from fledge.errors import ConfigError
 from fledge.server.async_engine import TextDelta
+from fledge.server.completions import ChatChoice, token_texts
 from fledge.server.harmony import HarmonyParser, HarmonyTools
-from fledge.server.parsers import AnswerParser, ReasoningParser, whole_message
-from fledge.server.prompts import normalised
+from fledge.server.parsers import AnswerParser, ReasoningParser, merge_deltas
+from fledge.server.prompts import normalize_messages
 from fledge.server.protocol import ChatRequest
 from fledge.server.reasoning_parsers import GraniteReasoning, MistralReasoning, SeedReasoning, reasoning_parser
-from fledge.server.responses import ChatChoice, token_texts
 from fledge.server.tool_parsers import HermesParser, tool_parser
 
 CASES = [
@@ -43,7 +43,7 @@ def test_whole_and_character_by_character(text: str, opened: bool, reasoning: st
     for pieces in ([text], list(text)):
         parser = ReasoningParser(opened=opened)
         deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.feed("", final=True)
-        message = whole_message(deltas)
+        message = merge_deltas(deltas)
         assert message.get("reasoning_content") == reasoning
         assert message["content"] == (content or "")
         assert all(all(delta.values()) for delta in deltas)
@@ -77,7 +77,7 @@ def test_harmony(text: str, reasoning: str | None, content: str | None, calls: l
     for pieces in ([text], list(text)):
         parser = AnswerParser(HarmonyParser(), HarmonyTools())
         deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.feed("", final=True)
-        message = whole_message(deltas)
+        message = merge_deltas(deltas)
         found = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
         assert (message.get("reasoning"), message["content"] or None, found) == (reasoning, content, calls)
         assert [one["index"] for delta in deltas for one in delta.get("tool_calls", ()) if "id" in one] == list(
@@ -89,7 +89,7 @@ def test_harmony_is_found_by_its_template() -> None:
     template = "<|channel|>analysis<|message|>{{ x }}<|end|> ... <|channel|>commentary json<|message|>"
     assert (reasoning_parser(None, template), tool_parser(None, template)) == (HarmonyParser, HarmonyTools)
     assert (reasoning_parser("openai_gptoss"), tool_parser("openai")) == (HarmonyParser, HarmonyTools)
-    (made,) = normalised([{"role": "assistant", "content": "Yes.", "reasoning": "Hm."}])
+    (made,) = normalize_messages([{"role": "assistant", "content": "Yes.", "reasoning": "Hm."}])
     assert made["thinking"] == "Hm."
 
 
@@ -101,9 +101,9 @@ def test_any_split_gives_what_the_whole_gives(
 ) -> None:
     def parser() -> AnswerParser:
         made = HermesParser() if tools else None
-        return AnswerParser(kind(opened=opened, calls=HermesParser.begins if tools else ()), made)
+        return AnswerParser(kind(opened=opened, calls=HermesParser.start_markers if tools else ()), made)
 
-    markers = [*kind.BEGINS, *kind.ENDS, kind.BEGINS[0][:4], kind.ENDS[0][:2]]
+    markers = [*kind.START_MARKERS, *kind.END_MARKERS, kind.START_MARKERS[0][:4], kind.END_MARKERS[0][:2]]
     markers += ["<|message|>", TO_F, FINAL] if kind is HarmonyParser else []
     words = ["\n", " ", "x", "<tool_call>", '{"name": "f"}', "</tool_call>"]
     text = "".join(data.draw(st.lists(st.sampled_from([*markers, *words]), max_size=10)))
@@ -112,7 +112,7 @@ def test_any_split_gives_what_the_whole_gives(
     with mock.patch("secrets.token_hex", return_value="id"):
         deltas = [d for a, b in itertools.pairwise([0, *cuts, len(text)]) for d in one.feed(text[a:b])]
         deltas += one.feed("", final=True)
-        assert whole_message(deltas) == whole_message(whole.feed(text, final=True))
+        assert merge_deltas(deltas) == merge_deltas(whole.feed(text, final=True))
 
 
 def test_calls_in_reasoning_are_thoughts() -> None:
@@ -120,12 +120,12 @@ def test_calls_in_reasoning_are_thoughts() -> None:
         '<think>maybe <tool_call>{"name": "a"}</tool_call>?</think>\n'
         'Ok. <tool_call>{"name": "b", "arguments": {}}</tool_call>'
     )
-    parser = AnswerParser(ReasoningParser(calls=HermesParser.begins), HermesParser())
-    answer = whole_message(parser.feed(text, final=True))
+    parser = AnswerParser(ReasoningParser(calls=HermesParser.start_markers), HermesParser())
+    answer = merge_deltas(parser.feed(text, final=True))
     assert answer["reasoning_content"] == 'maybe <tool_call>{"name": "a"}</tool_call>?'
     assert (answer["content"], [call["function"]["name"] for call in answer["tool_calls"]]) == ("Ok.", ["b"])
-    forgotten = AnswerParser(ReasoningParser(calls=HermesParser.begins), HermesParser())
-    answer = whole_message(forgotten.feed('<think>So: <tool_call>{"name": "a"}</tool_call>', final=True))
+    forgotten = AnswerParser(ReasoningParser(calls=HermesParser.start_markers), HermesParser())
+    answer = merge_deltas(forgotten.feed('<think>So: <tool_call>{"name": "a"}</tool_call>', final=True))
     assert (answer["reasoning"], [call["function"]["name"] for call in answer["tool_calls"]]) == ("So:", ["a"])
     plain = AnswerParser()
     assert plain.feed(text, final=True) == [{"content": text}]
@@ -145,11 +145,11 @@ def test_parsers_are_found_and_know_what_the_template_opened() -> None:
 
 
 def test_reasoning_goes_both_ways_under_both_names() -> None:
-    message = whole_message(AnswerParser(ReasoningParser()).feed("<think>Hm.</think>Yes.", final=True))
+    message = merge_deltas(AnswerParser(ReasoningParser()).feed("<think>Hm.</think>Yes.", final=True))
     assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("Hm.", "Hm.", "Yes.")
     for name in ("reasoning", "reasoning_content"):
-        (made,) = normalised([{"role": "assistant", "content": "Yes.", name: "Hm."}])
+        (made,) = normalize_messages([{"role": "assistant", "content": "Yes.", name: "Hm."}])
         assert (made["reasoning"], made["reasoning_content"]) == ("Hm.", "Hm.")
     choice = ChatChoice(0, ChatRequest(messages=[]), token_texts(None), AnswerParser(ReasoningParser()))
-    choice.take(TextDelta((TextPiece("<think>Hm.</think>", False),), [], []))
+    choice.add(TextDelta((TextPiece("<think>Hm.</think>", False),), [], []))
     assert {"reasoning": "Hm.", "reasoning_content": "Hm."} in [chunk["delta"] for chunk in choice.chunks()]

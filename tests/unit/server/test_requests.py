@@ -10,12 +10,12 @@ import pytest
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import RequestMetrics, TokenLogprobs
 from fledge.errors import ConfigError
+from fledge.server.completions import MIN_LOGPROB, chat_logprobs, completion_logprobs, token_texts
 from fledge.server.errors import RequestError
 from fledge.server.options import ApiKeys, ServeOptions
-from fledge.server.prompts import loops_over_content, normalised
+from fledge.server.prompts import loops_over_content, normalize_messages
 from fledge.server.protocol import ChatRequest, CompletionRequest, parse
 from fledge.server.request_log import JsonFormatter, RequestLogEntry, TextFormatter
-from fledge.server.responses import LOWEST, chat_logprobs, completion_logprobs, token_texts
 from tests.serving import make_llm
 
 # Keys
@@ -43,7 +43,7 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_become_what_templates_know() -> None:
-    made = normalised(
+    made = normalize_messages(
         [
             {"role": "developer", "content": "be brief", "name": "op"},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -91,7 +91,7 @@ def test_templates_that_go_through_parts_get_them(loop: str, takes_parts: bool) 
 )
 def test_a_wrong_message_is_named(message: dict[str, Any], where: str) -> None:
     with pytest.raises(RequestError) as refused:
-        normalised([message])
+        normalize_messages([message])
     assert where in str(refused.value)
     assert refused.value.param == "messages"
 
@@ -118,11 +118,11 @@ def test_logprobs_in_both_shapes_are_finite() -> None:
     texts = token_texts(tokenizer)
     (chat,) = chat_logprobs(entries, texts)["content"]
     assert (chat["token"], chat["logprob"], chat["bytes"]) == ("a", -0.5, [97])
-    assert [top["logprob"] for top in chat["top_logprobs"]] == [LOWEST, -0.5]
+    assert [top["logprob"] for top in chat["top_logprobs"]] == [MIN_LOGPROB, -0.5]
     completion = completion_logprobs([*entries, *entries], texts, offsets=[7, 8])
     assert completion["tokens"] == ["a", "a"]
     assert completion["text_offset"] == [7, 8]
-    assert completion["top_logprobs"][0] == {"a": -0.5, "b": LOWEST}
+    assert completion["top_logprobs"][0] == {"a": -0.5, "b": MIN_LOGPROB}
     json.dumps(completion, allow_nan=False)
 
 
@@ -135,7 +135,7 @@ def test_defaults_of_the_model_stand_in_for_what_is_left_out() -> None:
     assert (params.temperature, params.top_p, params.top_k, params.stop, params.max_tokens) == (0, 0.5, 40, ("x",), 5)
     assert params.include_stop_str_in_output is False
     null = parse(CompletionRequest, {"prompt": "a", "stop": None, "n": None, "seed": None, "logit_bias": None})
-    assert null.answers == 1
+    assert null.num_choices == 1
     assert null.sampling_params({}).temperature == 1.0
 
 
@@ -195,7 +195,7 @@ def test_a_record_becomes_a_line_of_json_or_of_text() -> None:
         acceptance=acceptance, cached_tokens=16, preemptions=0, time_to_first_token=0.5, seconds=1.5
     )
     record = RequestLogEntry(id="chatcmpl-1", path="/v1/chat/completions", model="m", answers=1, prompt_tokens=20)
-    record.note(SimpleNamespace(metrics=metrics, output_tokens=11, finish_reasons=["stop", "stop"]))  # type: ignore[arg-type]
+    record.add_result(SimpleNamespace(metrics=metrics, output_tokens=11, finish_reasons=["stop", "stop"]))  # type: ignore[arg-type]
     lines: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = lines.append  # type: ignore[method-assign]

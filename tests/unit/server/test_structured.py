@@ -22,7 +22,7 @@ from fledge.server.reasoning_parsers import GraniteReasoning, MistralReasoning
 from fledge.server.structured import (
     MAX_CHOICES,
     PARSER_LIMITS,
-    ConstraintFailed,
+    ConstraintError,
     Grammar,
     GrammarCompiler,
     call_grammar,
@@ -300,7 +300,7 @@ def test_expensive_grammars_meet_the_limits() -> None:
             constraint.masks(token)
             constraint.accept(token)
 
-    with pytest.raises(ConstraintFailed, match=r"(?i)state|complex|limit"):
+    with pytest.raises(ConstraintError, match=r"(?i)state|complex|limit"):
         spell()
 
 
@@ -397,7 +397,7 @@ def test_the_grammar_begins_after_the_reasoning(kind: str, opened: bool) -> None
 
 def test_the_grammar_begins_after_reasoning_of_other_kinds() -> None:
     harmony = (START, CHANNEL, CONSTRAIN, MESSAGE, END)
-    tokenizer = make_tokenizer((*harmony, *MistralReasoning.BEGINS, *MistralReasoning.ENDS), RETURN)
+    tokenizer = make_tokenizer((*harmony, *MistralReasoning.START_MARKERS, *MistralReasoning.END_MARKERS), RETURN)
     compiler = make_compiler(tokenizer)
     choice, tools = read_format(guided_choice=["yes"]), [{"type": "function", "function": {"name": "f"}}]
     call = call_grammar(HarmonyTools, read_tools(tools, "required", None))  # type: ignore[arg-type]

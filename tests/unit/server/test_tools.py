@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
 from fledge.server.harmony import HarmonyParser, HarmonyTools
-from fledge.server.parsers import AnswerParser, whole_message
+from fledge.server.parsers import AnswerParser, merge_deltas
 from fledge.server.structured import read_tools
 from fledge.server.tool_parsers import TOOL_PARSERS, tool_parser
 from tests.parsing import Calls, assembled, parse_whole
@@ -375,12 +375,12 @@ def test_without_parallel_calls_the_first_counts() -> None:
 
 
 def test_ids_are_openais_or_the_models_own() -> None:
-    message = whole_message(TOOL_PARSERS["hermes"]().feed(2 * f"<tool_call>{call('a', '{}')}</tool_call>"))
+    message = merge_deltas(TOOL_PARSERS["hermes"]().feed(2 * f"<tool_call>{call('a', '{}')}</tool_call>"))
     first, second = (made["id"] for made in message["tool_calls"])
     assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", first)
     assert first != second
     text = KIMI.format(KIMI_CALL.format("functions.get_x:3", "{}"))
-    message = whole_message(TOOL_PARSERS["kimi_k2"]().feed(text))
+    message = merge_deltas(TOOL_PARSERS["kimi_k2"]().feed(text))
     function = {"name": "get_x", "arguments": "{}"}
     assert message["tool_calls"] == [{"id": "functions.get_x:3", "type": "function", "function": function}]
 
@@ -416,13 +416,13 @@ def test_requests_for_tools_are_read() -> None:
     assert read_tools([], "none") is None
     auto = read_tools(tools)
     assert auto is not None
-    assert (auto.must_call, auto.parallel) == ({}, True)
+    assert (auto.required_tools, auto.parallel) == ({}, True)
     required = read_tools(tools, "required", False)
     assert required is not None
-    assert (list(required.must_call), required.parallel) == (["a", "b-2"], False)
+    assert (list(required.required_tools), required.parallel) == (["a", "b-2"], False)
     named = read_tools(tools, {"type": "function", "function": {"name": "b-2"}})
     assert named is not None
-    assert (list(named.must_call), named.parallel) == (["b-2"], False)
+    assert (list(named.required_tools), named.parallel) == (["b-2"], False)
     assert read_tools(tools, "none") is None
 
 

@@ -1,5 +1,6 @@
 """The proxy in front of a vLLM: which requests pass, which are refused, and what is known of them afterwards."""
 
+import asyncio
 import json
 import logging
 import time
@@ -14,7 +15,7 @@ from fledge.engine.vllm_tuning import TunePoint, VllmTuning
 from fledge.errors import SwapRefusedError
 from fledge.server.options import ServeOptions
 from fledge.server.prompts import NO_TEMPLATE, Template
-from fledge.server.proxied_requests import AnswerReader, ProxiedRequest, read_request
+from fledge.server.proxied_requests import ProxiedRequest, ResponseReader, read_request
 from fledge.server.vllm_proxy import DrafterReload, VllmProxy
 from fledge.vllm_process import extension
 from fledge.vllm_process.finding import find_vllm
@@ -48,7 +49,7 @@ def make_proxy(
     process = VllmProcess(find_vllm(), "model", words, environment=environment)
     process.wait_until_ready(30, lambda _line: None)
     made = ServeOptions(served_model_names=("tiny",), **options)
-    own: Any = {"max_num_seqs": 1, "drafter": "nowhere", "template": OWN, "tells_rounds": detailed, **(more or {})}
+    own: Any = {"max_num_seqs": 1, "drafter": "nowhere", "template": OWN, "reports_rounds": detailed, **(more or {})}
     return VllmProxy(process, made, **own)
 
 
@@ -62,7 +63,7 @@ def until(what: Callable[[], object], seconds: float = 10.0) -> None:
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("fledge.server.vllm_proxy.baseline_of", lambda _drafter: None)
+        monkeypatch.setattr("fledge.server.vllm_proxy.load_baseline", lambda _drafter: None)
         proxy = make_proxy(
             monkeypatch,
             tmp_path_factory.mktemp("vllm"),
@@ -276,23 +277,45 @@ def test_only_the_event_that_we_asked_for_is_kept(cut: int) -> None:
     ]
     whole = b"".join(events)
     parts = [whole[i : i + cut] for i in range(0, len(whole), cut)]
-    reader = AnswerReader(ProxiedRequest(b"", hides_usage=True))
+    reader = ResponseReader(ProxiedRequest(b"", hides_usage=True))
     assert b"".join([*map(reader.read_part, parts), reader.rest]) == b"".join((*events[:2], events[3]))
     assert reader.finish_reasons == ["stop"]
     assert [tuple(record) for record in reader.metrics.rounds] == [(4, 3, 1), (6, 2, 0)]
-    plain = AnswerReader(ProxiedRequest(b""))
+    plain = ResponseReader(ProxiedRequest(b""))
     assert b"".join(map(plain.read_part, parts)) == whole
     assert plain.output_tokens == 2
 
 
 def test_requests_are_read_but_not_changed() -> None:
-    def read(body: bytes, path: str = "/v1/completions", *, tells_rounds: bool = True) -> ProxiedRequest:
-        return read_request(path, body, template=OWN, tells_rounds=tells_rounds)
+    def read(body: bytes, path: str = "/v1/completions", *, reports_rounds: bool = True) -> ProxiedRequest:
+        return read_request(path, body, template=OWN, reports_rounds=reports_rounds)
 
     for body in (b"{", b"[]", b'{"stream": 3}', b'{"stream": true, "stream_options": null}', b'{"n": 2}'):
         assert read(body).body == body
     stream = b'{"stream": true, "x": 1.0} \n'
     assert json.loads(read(stream).body) == {"stream": True, "x": 1.0, "stream_options": {"include_usage": True}}
-    assert read(stream, "/v1/responses").body == read(stream, tells_rounds=False).body == stream
+    assert read(stream, "/v1/responses").body == read(stream, reports_rounds=False).body == stream
     chat = read(b'{"chat_template": "x", "messages": [{"content": "\xd0\xb4\xd0\xb0"}]}', "/v1/chat/completions")
     assert (chat.traits.template.name, chat.traits.script, chat.traits.temperature) == ("client", "Cyrillic", 1.0)
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-1", b"1" + b"0" * 400, b'"1"'])
+def test_odd_numbers_do_not_reach_the_statistics(number: bytes) -> None:
+    body = b'{"temperature": ' + number + b', "n": ' + number + b"}"
+    read = read_request("/v1/completions", body, template=OWN, reports_rounds=True)
+    assert (read.body, read.traits.temperature, read.answers) == (body, 1.0, 1)
+
+
+def test_dense_json_is_passed_on_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fledge.server.proxied_requests.jiter.from_json", lambda _body: pytest.fail("it was parsed"))
+    body = b'{"stream":true,"x":[' + b"[]," * 20_000 + b"[]]}"
+    assert read_request("/v1/completions", body, template=OWN, reports_rounds=True) == ProxiedRequest(body)
+
+
+def test_a_vllm_that_does_not_answer_is_a_408(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    proxy = make_proxy(monkeypatch, tmp_path, request_timeout=0.2)
+    with Serving(proxy) as serving:
+        with monkeypatch.context() as patch:
+            patch.setattr(proxy.engine, "fetch", lambda *_request: asyncio.sleep(60))
+            answer = httpx.get(serving.url + "/v1/models", timeout=20)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")

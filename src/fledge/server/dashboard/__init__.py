@@ -1,6 +1,6 @@
-"""The page at `/`: is the service well, does speculation pay, and a chat to try it.
+"""The dashboard at `/`: health, whether speculation pays, and a chat to try it.
 
-Serves the page, its few files and its numbers. All addresses are relative: a path prefix changes nothing.
+Serves its files and its data. All URLs are relative, so a path prefix needs no configuration.
 """
 
 import hashlib
@@ -14,26 +14,26 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.server.drafter_monitor import drafter_panel, growth_of
 from fledge.server.errors import RequestError
-from fledge.server.history import HistoryInterval, SpeedUp, explain, note, ratio, speed_up
-from fledge.server.live_drafter import drafter_panel, growth_of
-from fledge.server.metrics import PHASES, RECENT_INTERVALS, Metrics, kv_use
+from fledge.server.history import HistoryInterval, SpeedupEstimate, estimate_speedup, explain, note, ratio
+from fledge.server.metrics import PHASES, RECENT_INTERVALS, Metrics, kv_usage
 
-TILE_INTERVALS = 5  # ten seconds: what "now" means for rates
+TILE_INTERVALS = 5  # ten seconds: the window of present rates
 
 HEADERS = {
-    # No script and no style but our own files, no other hosts: the page shows text that models and clients wrote.
+    # Only our own scripts and styles, no other hosts: the page shows text of models and clients.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # asked again each time, and answered "not modified"
+    "Cache-Control": "no-cache",  # revalidated each time
 }
 FILES = ("page.css", "page.js", "charts.js", "chat.js", "drafter.js", "icon.svg")
 
 
 def router(metrics: Metrics, *, authorize: Callable[[Request], Awaitable[Any]] | None = None) -> APIRouter:
-    """Return the routes of the page. `authorize` refuses a request for numbers by raising; the page itself is open."""
+    """Return the routes of the dashboard. `authorize` raises to refuse requests for data; the files are public."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/dashboard/data", dependencies=[] if authorize is None else [Depends(authorize)])
@@ -50,7 +50,7 @@ def router(metrics: Metrics, *, authorize: Callable[[Request], Awaitable[Any]] |
 
 
 def _static_file(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that sends a file of the page."""
+    """Return an endpoint that sends a static file."""
     body = (resources.files(__package__) / "static" / name).read_bytes()
     tag = hashlib.blake2b(body, digest_size=8).hexdigest()
     headers = {**HEADERS, "ETag": f'"{tag}"'}
@@ -64,20 +64,20 @@ def _static_file(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
-    """What the page shows, as JSON values; of the history only the intervals that follow number `after`."""
+    """Return the JSON values of the dashboard; of the history only intervals after number `after`."""
     with metrics.lock:
         history, stats = metrics.history, metrics.stats
         recent, whole, closed = history.latest(RECENT_INTERVALS), history.latest(history.kept), history.closed()
     window = recent if recent["rounds"] or recent["acceptance"] else whole
-    estimate = speed_up(window, stats)
+    estimate = estimate_speedup(window, stats)
     seconds = history.interval_seconds
-    notes, watch = explain(window, stats, has_drafter=metrics.has_drafter), metrics.watch
-    if watch is not None and watch.is_drifting:
-        notes.insert(1, watch.note)
-    elif watch is None and metrics.has_drafter:
+    notes, monitor = explain(window, stats, has_drafter=metrics.has_drafter), metrics.drift_monitor
+    if monitor is not None and monitor.is_drifting:
+        notes.insert(1, monitor.note)
+    elif monitor is None and metrics.has_drafter:
         notes.append(note("no_baseline"))
-    if metrics.drafter_watch is not None:
-        notes += metrics.drafter_watch.notes
+    if metrics.drafter_monitor is not None:
+        notes += metrics.drafter_monitor.notes
     return {
         "server": {
             "model": metrics.model_name,
@@ -85,7 +85,7 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
             "has_drafter": metrics.has_drafter,
             "drafter": metrics.drafter,
             "switchable": metrics.switchable,
-            "started": metrics.started,  # also tells one run of the service from the next
+            "started": metrics.started,  # also identifies this run of the server
             "uptime_s": time.time() - metrics.started,
         },
         "interval_s": seconds,
@@ -101,17 +101,19 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         ],
         "contexts": [_acceptance(bucket, part, estimate) for bucket, part in whole.contexts.items()],
         "baseline": []
-        if watch is None or watch.latest is None
+        if monitor is None or monitor.latest is None
         else [
             {"depth": depth + 1, "rate": rate.value, "low": rate.ends[0], "high": rate.ends[1], "expected": expected}
-            for depth, rate, expected in watch.latest.depths
+            for depth, rate, expected in monitor.latest.depths
         ],
         "drafter": drafter_panel(whole, metrics.baseline),
         "points": [_point(interval, seconds) for interval in closed if interval.number > after],
     }
 
 
-def _tiles(metrics: Metrics, now: HistoryInterval, window: HistoryInterval, estimate: SpeedUp) -> dict[str, Any]:
+def _tiles(
+    metrics: Metrics, now: HistoryInterval, window: HistoryInterval, estimate: SpeedupEstimate
+) -> dict[str, Any]:
     stats, total = metrics.stats, metrics.total
     rates = _rates(now, now.intervals * metrics.history.interval_seconds)
     return {
@@ -128,7 +130,7 @@ def _tiles(metrics: Metrics, now: HistoryInterval, window: HistoryInterval, esti
         "fallback": stats.drafter_failure is not None,
         "running": stats.running,
         "waiting": stats.waiting,
-        "kv_use": kv_use(stats),
+        "kv_use": kv_usage(stats),
         "prefix_hit_rate": ratio(stats.prefix_hits, stats.prefix_queries),
         "preemptions": stats.preemptions,
         "rejected": total["requests_rejected"].total(),
@@ -136,7 +138,7 @@ def _tiles(metrics: Metrics, now: HistoryInterval, window: HistoryInterval, esti
     }
 
 
-def _acceptance(name: str, part: AcceptanceStatistics, estimate: SpeedUp) -> dict[str, Any]:
+def _acceptance(name: str, part: AcceptanceStatistics, estimate: SpeedupEstimate) -> dict[str, Any]:
     length = part.acceptance_length
     return {
         "name": name,

@@ -1,8 +1,8 @@
-// Small charts in SVG: lines or shares over time, read by pointer or arrow keys.
+// SVG charts over time, lines or stacked shares, with a pointer that follows the mouse or the arrow keys.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 150, LEFT = 50, RIGHT = 8, TOP = 8, BOTTOM = 20;
-const SHORTEST = 30; // intervals
+const SHORTEST = 30; // intervals on the time axis
 
 export function svg(name, attributes, parent) {
   const node = document.createElementNS(SVG, name);
@@ -19,7 +19,7 @@ export function html(name, className, text, parent) {
   return node;
 }
 
-// The next of 1, 2, 5, 10, ... at or above the largest value.
+// Round up to 1, 2, 5, 10, ...
 export function niceCeiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -63,7 +63,7 @@ export class Chart {
   }
 
   draw(points, { kept, interval }) {
-    // A young server's history is short: it may fill the chart all the same.
+    // A short history, after a start, fills the width too.
     Object.assign(this, { points, interval, kept: Math.max(SHORTEST, Math.min(kept, points.length)) });
     this.render();
   }
@@ -139,7 +139,7 @@ export class Chart {
     values.forEach((value, i) => {
       if (value === null) { pen = false; return; }
       const at = `${x(this.points[i].n).toFixed(1)},${y(value).toFixed(1)}`;
-      // A value alone between two gaps would be invisible as a line.
+      // A single value between two gaps is drawn as a point.
       const alone = !pen && (values[i + 1] === null || values[i + 1] === undefined);
       d += pen ? `L${at}` : `M${at}${alone ? "h2" : ""}`;
       pen = true;

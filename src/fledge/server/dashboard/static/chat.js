@@ -1,4 +1,4 @@
-// The chat: streams answers, marks what had been drafted, and runs the same prompt with and without speculation.
+// The chat: streams responses, marks drafted text, and compares generation with and without speculation.
 
 const byId = (id) => document.getElementById(id);
 
@@ -28,16 +28,16 @@ export async function* events(body) {
   }
 }
 
-// One answer as it arrives: its text on the page, and its speed.
+// One streamed response: its text on the page, and its speed.
 class Answer {
   constructor(column) {
     this.stats = column.querySelector(".stats");
     this.log = column.querySelector(".log");
     this.node = message(this.log, "assistant", "");
     this.text = "";
-    this.held = []; // text that waits for its pieces
-    this.written = ""; // text of pieces that has not been shown yet
-    this.marks = []; // for each character of it: had it been drafted?
+    this.held = []; // text whose pieces have not arrived
+    this.written = ""; // text of pieces that is not shown yet
+    this.marks = []; // for each character of `written`: whether it was drafted
     this.pieces = 0;
     this.tokens = null;
     this.acceptance = null;
@@ -57,7 +57,7 @@ class Answer {
     }
   }
 
-  // Pieces are the text as the model wrote it; shown is what parsers left of it. Find the one in the other.
+  // Pieces have the raw output; the shown text is the output of the parsers. Align the two.
   paint({ text, kind }) {
     const at = this.written.indexOf(text);
     if (at < 0) { this.add(text, kind, false); return; }
@@ -80,8 +80,8 @@ class Answer {
     if (chunk.error) throw new Error(chunk.error.message || "the server reported an error");
     if (chunk.usage) {
       this.tokens = chunk.usage.completion_tokens ?? this.tokens;
-      const told = chunk.usage.speculation?.acceptance_length ?? chunk.metrics?.speculative_decoding?.mean_acceptance_length; // ours, vLLM's
-      this.acceptance = told ?? this.acceptance;
+      const acceptance = chunk.usage.speculation?.acceptance_length ?? chunk.metrics?.speculative_decoding?.mean_acceptance_length; // ours, vLLM's
+      this.acceptance = acceptance ?? this.acceptance;
     }
     for (const choice of chunk.choices || []) {
       const delta = choice.delta || {}, pieces = choice.fledge?.pieces || [];
@@ -98,13 +98,13 @@ class Answer {
         this.first ??= this.last;
         this.pieces += pieces.length || 1;
       }
-      // The pieces of one round come with the last of its deltas; other servers send none at all.
+      // The pieces of a round arrive with the last of its deltas. Other servers send none.
       if (pieces.length || this.held.length > 4) this.flush();
     }
     this.show();
   }
 
-  // Tokens after the first, by the time after the first: the wait for the first is another matter.
+  // Decoding speed: tokens after the first, divided by the time after the first.
   get speed() {
     const tokens = this.tokens ?? this.pieces;
     return tokens > 1 && this.last > this.first ? ((tokens - 1) * 1000) / (this.last - this.first) : null;
@@ -122,7 +122,7 @@ class Answer {
 
 export class Playground {
   constructor({ request, model }) {
-    Object.assign(this, { request, model, abort: null, history: [], switchable: true }); // one conversation, whoever answers
+    Object.assign(this, { request, model, abort: null, history: [], switchable: true }); // one conversation for both columns
     this.columns = Object.fromEntries([...document.querySelectorAll(".column")].map((column) => [column.dataset.mode, column]));
     this.status = byId("chat-status");
     byId("chat").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
@@ -142,7 +142,7 @@ export class Playground {
     return document.querySelector("input[name=mode]:checked").value;
   }
 
-  // Behind the server may be an engine that drafts for all requests alike.
+  // Some engines (vLLM) cannot turn speculation off for single requests.
   set switches(switchable) {
     this.switchable = switchable;
     for (const other of document.querySelectorAll("input[name=mode]:not([value=on])")) other.disabled = !switchable;
@@ -196,7 +196,7 @@ export class Playground {
         if (!abort.signal.aborted) message(answer.log, "error", `${answer.text ? "The answer broke off: " : ""}${error.message}`);
         if (!answer.text) answer.node.remove();
       }
-      said ||= answer.text; // where two differ, both go on from the first
+      said ||= answer.text; // if the two differ, both continue from the first
       if (outcome !== "Done.") break;
     }
     if (said) this.history.push({ role: "assistant", content: said });
@@ -242,7 +242,7 @@ export class Playground {
   }
 }
 
-// Both answers have one seed, so only rounding can make them differ.
+// Both requests have the same seed, so only rounding can make the responses differ.
 function sameness(on, off) {
   if (on.text === off.text) return "The same text.";
   let at = 0;

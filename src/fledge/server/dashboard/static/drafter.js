@@ -1,11 +1,11 @@
-// Two curves of the drafter: how its state grows with depth, and how often it is right where it is how sure.
+// Two plots of the drafter: growth of its state with depth, and acceptance against confidence.
 
 import { compact, html, niceCeiling, percent, svg } from "./charts.js";
 
 const HEIGHT = 220, LEFT = 50, RIGHT = 14, TOP = 10, BOTTOM = 34;
-const LARGEST = 9, SMALLEST = 2.5; // radius of a point, by the share of the drafts in it
+const LARGEST = 9, SMALLEST = 2.5; // radius of a point, by its share of the drafts
 
-// A plot of curves: [{name, style, points: [{x, y, size}]}]; x and y go from 0, or `low`, to the ends of their axes.
+// A plot of curves: [{name, style, points: [{x, y, size}]}]; axes begin at 0, or at `low`.
 class Curves {
   constructor(host, { title, unit, across, empty }) {
     Object.assign(this, { title, across, empty, curves: [], axes: null });
@@ -55,7 +55,7 @@ class Curves {
 export class DrafterPanel {
   constructor(host) {
     this.growth = new Curves(host, { title: "State growth", unit: "size of the hidden state, over that at depth 1", across: "depth", empty: "No round was sampled yet" });
-    this.reliability = new Curves(host, { title: "Reliability", unit: "share of drafts that stand; larger points: more drafts", across: "the drafter's confidence", empty: "No drafts were counted yet" });
+    this.reliability = new Curves(host, { title: "Reliability", unit: "share of drafts accepted; larger points: more drafts", across: "the drafter's confidence", empty: "No drafts were counted yet" });
   }
 
   draw({ growth, reliability }) {
@@ -66,7 +66,7 @@ export class DrafterPanel {
     const high = Math.max(2, growth.length);
     const top = niceCeiling(Math.max(1.2, ...curves.flatMap(({ points }) => points.map((point) => point.y))));
     this.growth.draw(curves, { low: 1, high, top, ticks: Array.from({ length: high }, (_, i) => i + 1), format: String, formatY: compact });
-    const even = { name: "as sure as right", style: "even", points: [{ x: 0, y: 0 }, { x: 1, y: 1 }] };
+    const even = { name: "perfect calibration", style: "even", points: [{ x: 0, y: 0 }, { x: 1, y: 1 }] };
     const several = Object.entries(reliability).flatMap(([kind, found], i) => this.kind(kind, found, ["s1", "s2"][i]));
     const ends = { low: 0, high: 1, top: 1, ticks: [0, 0.25, 0.5, 0.75, 1], format: percent, formatY: percent };
     this.reliability.draw(several.length ? [even, ...several] : [], ends);

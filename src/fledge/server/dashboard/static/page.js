@@ -1,4 +1,4 @@
-// Asks for the numbers every two seconds and shows them. Survives restarts of the server, and a server with a key.
+// Polls the data every two seconds and shows it. Handles restarts of the server, and servers with API keys.
 
 import { Chart, compact, count, milliseconds, percent } from "./charts.js";
 import { Playground } from "./chat.js";
@@ -11,9 +11,9 @@ const PERIOD = 2000, LONGEST_WAIT = 8000, PATIENCE = 10000;
 let state = { started: null, points: [], data: null };
 let failures = 0;
 let asking = null;
-let declined = false; // who closed the dialog is not asked again by itself, only when sending a message
+let declined = false; // after the dialog was closed, it opens again only when a message is sent
 
-// The key is asked for once, when the server first refuses.
+// Asks for the key when the server first refuses a request.
 function askForKey(wrong) {
   asking ??= new Promise((resolve) => {
     const dialog = byId("key-dialog");
@@ -49,14 +49,14 @@ function connection(kind, text) {
 async function refresh() {
   const after = state.points.length ? state.points[state.points.length - 1].n : -1;
   const slow = new AbortController();
-  // A request that waits for a key must not be cut off; one that waits for the network must.
+  // Requests time out, except while the key dialog is open.
   const timer = setTimeout(() => { if (!asking) slow.abort(); }, PATIENCE);
   try {
     const response = await request(`dashboard/data?after=${after}`, { signal: slow.signal, cache: "no-store" }, true);
     if (!response.ok) throw new Error(response.status === 401 ? "The server wants an API key" : `The server answered ${response.status}`);
     const data = await response.json();
     if (state.started !== null && state.started !== data.server.started) {
-      // Another run of the server: its history begins anew.
+      // The server was restarted: its history is new.
       state = { started: data.server.started, points: [], data: null };
       return await refresh();
     }

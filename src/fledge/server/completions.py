@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole or as server-sent events: of chats, and of plain completions."""
+"""Responses of chat and text completions, complete or as server-sent events."""
 
 import functools
 import json
@@ -10,12 +10,12 @@ from typing import Any
 
 from fledge.engine.outputs import TokenLogprobs
 from fledge.server.async_engine import Generation, TextDelta
-from fledge.server.parsers import AnswerParser, Delta, whole_message
+from fledge.server.parsers import AnswerParser, Delta, merge_deltas
 from fledge.server.protocol import ChatRequest, CompletionRequest, SamplingRequest
 from fledge.server.request_log import RequestLogEntry
 
 DONE = b"data: [DONE]\n\n"
-LOWEST = -9999.0  # stands in for minus infinity, which JSON does not have
+MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; as in vLLM
 
 
 def event(value: Any) -> bytes:
@@ -24,11 +24,11 @@ def event(value: Any) -> bytes:
     return b"data: " + text.encode() + b"\n\n"
 
 
-TokenTexts = Callable[[int], tuple[str, list[int]]]  # the text and the bytes of single tokens
+TokenTexts = Callable[[int], tuple[str, list[int]]]  # token id -> its text and its bytes
 
 
 def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
-    """`as_ids`: tokens are written "token_id:123", and their bytes are still those of their text."""
+    """Return the text and bytes of single tokens. `as_ids`: the text is "token_id:123", the bytes stay."""
 
     def as_id(token: int) -> tuple[str, list[int]]:
         text = f"token_id:{token}"
@@ -38,11 +38,11 @@ def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
     def look_up(token: int) -> tuple[str, list[int]]:
         assert tokenizer is not None
         text = str(tokenizer.decode([token]))
-        # Decoders of SentencePiece take the blank from where a text begins: the second of two has it.
+        # SentencePiece decoders drop a blank at the beginning of a text, so the token is decoded as the second of two.
         is_part = "\N{REPLACEMENT CHARACTER}" in text
         if not is_part and "▁" in str(tokenizer.convert_ids_to_tokens(token)):
             text = str(tokenizer.decode([token, token]))[len(text) :]
-        if is_part:  # part of a character: its bytes are in the vocabulary's spelling
+        if is_part:  # part of a character: the vocabulary spells its bytes
             spelled = str(tokenizer.convert_ids_to_tokens(token))
             if byte := re.fullmatch("<0x(..)>", spelled):  # SentencePiece's byte fallback
                 return text, [int(byte[1], 16)]
@@ -55,17 +55,18 @@ def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes."""
+    """Return the characters that stand for bytes in byte-level vocabularies."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415 - takes a second at the start
 
     return {spelled: byte for byte, spelled in bytes_to_unicode().items()}
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
-    """Return `choices[].logprobs` of a chat answer."""
+    """Return `choices[].logprobs` of a chat completion."""
     return {
         "content": [
-            _entry(one.token, one.logprob, texts) | {"top_logprobs": [_entry(*other, texts) for other in one.top]}
+            _logprob_entry(one.token, one.logprob, texts)
+            | {"top_logprobs": [_logprob_entry(*other, texts) for other in one.top]}
             for one in logprobs
         ],
         "refusal": None,
@@ -78,7 +79,7 @@ def completion_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, of
         "text_offset": list(offsets),
         "token_logprobs": [_finite(one.logprob) for one in logprobs],
         "tokens": [texts(one.token)[0] for one in logprobs],
-        "top_logprobs": [  # the chosen token is among them, as at OpenAI; before a prompt's first there is nothing
+        "top_logprobs": [  # the sampled token is among them, as at OpenAI; the first token of a prompt has none
             None
             if one.logprob is None
             else {texts(token)[0]: _finite(value) for token, value in ((one.token, one.logprob), *one.top)}
@@ -88,7 +89,7 @@ def completion_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, of
 
 
 def prompt_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: for each token, by id, the likeliest ones and the token itself."""
+    """Return vLLM's `prompt_logprobs`: for each token, by id, the most likely tokens and the token itself."""
     found: list[dict[str, Any] | None] = []
     for one in logprobs:
         ranked = {token: (value, rank) for rank, (token, value) in enumerate(one.top, start=1)}
@@ -100,37 +101,37 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> lis
     return found
 
 
-def _entry(token: int, logprob: float | None, texts: TokenTexts) -> dict[str, Any]:
+def _logprob_entry(token: int, logprob: float | None, texts: TokenTexts) -> dict[str, Any]:
     text, spelled = texts(token)
     return {"token": text, "logprob": _finite(logprob), "bytes": spelled}
 
 
 def _finite(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else LOWEST
+    return value if value is None or math.isfinite(value) else MIN_LOGPROB
 
 
 class _Choice:
-    """One answer: what has not been told yet, or all of it if nothing is told before the end.
+    """One entry of `choices`, for one sequence.
 
-    `whole` is an entry of `choices`, `chunks` are entries for chunks of their own: what can be told now.
+    `add` takes what is new. A complete response calls `collect` at the end; a stream calls `chunks` after each delta,
+    which returns the entries, one for each chunk, of all that was not sent before.
     """
 
     def __init__(self, number: int, request: SamplingRequest, texts: TokenTexts) -> None:
         self._number = number
         self._request = request
         self._texts = texts
-        self._untold: list[TextDelta] = []
-        self._prompt: list[TokenLogprobs] = []  # if asked for
+        self._unsent: list[TextDelta] = []
+        self._prompt: list[TokenLogprobs] = []  # its log-probabilities, if requested
         self._ending: dict[str, Any] = {"finish_reason": None}
 
-    def take(self, delta: TextDelta) -> None:
-        """Add what is new."""
-        self._untold.append(delta)
+    def add(self, delta: TextDelta) -> None:
+        self._unsent.append(delta)
         self._prompt = delta.prompt_logprobs or self._prompt
         self._ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
     def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
-        """Return vLLM's field of that name; None if it was not asked for."""
+        """Return vLLM's field of that name; None if it was not requested."""
         top = self._request.prompt_logprobs
         prompt = [one._replace(top=one.top[:top]) for one in self._prompt]
         return None if top is None else prompt_logprobs(prompt, self._texts)
@@ -138,23 +139,25 @@ class _Choice:
     def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any] | None:
         raise NotImplementedError
 
-    def _tell(self) -> dict[str, Any]:
-        """Return what was asked for beside the text, of the tokens that have not been told; now they have."""
-        untold, self._untold = self._untold, []
-        logprobs = [one for delta in untold for one in delta.logprobs]
-        told: dict[str, Any] = {"logprobs": self._logprobs(logprobs, [at for delta in untold for at in delta.offsets])}
+    def _take_token_fields(self) -> dict[str, Any]:
+        """Return the requested fields beside the text, for the tokens since the last call."""
+        unsent, self._unsent = self._unsent, []
+        logprobs = [one for delta in unsent for one in delta.logprobs]
+        fields: dict[str, Any] = {
+            "logprobs": self._logprobs(logprobs, [at for delta in unsent for at in delta.offsets])
+        }
         wants_ids = self._request.return_token_ids
-        told["token_ids"] = [token for delta in untold for token in delta.token_ids] if wants_ids else None
+        fields["token_ids"] = [token for delta in unsent for token in delta.token_ids] if wants_ids else None
         if self._request.wants_report:
-            told["fledge"] = {"pieces": [piece._asdict() for delta in untold for piece in delta.pieces]}
-        return told
+            fields["fledge"] = {"pieces": [piece._asdict() for delta in unsent for piece in delta.pieces]}
+        return fields
 
-    def _entry(self, name: str, content: Any) -> dict[str, Any]:
-        return {"index": self._number, name: content, "logprobs": None, **self._ending} | self._tell()
+    def _full_entry(self, name: str, content: Any) -> dict[str, Any]:
+        return {"index": self._number, name: content, "logprobs": None, **self._ending} | self._take_token_fields()
 
 
 class ChatChoice(_Choice):
-    """An answer of `/v1/chat/completions`. It goes through a parser of its own."""
+    """An entry of a chat completion. The text goes through `parser`."""
 
     def __init__(
         self, number: int, request: ChatRequest, texts: TokenTexts, parser: AnswerParser, role: str = "assistant"
@@ -169,8 +172,8 @@ class ChatChoice(_Choice):
         self._opening: list[Delta] = [{"role": role, "content": ""}]
         self._has_calls = False
 
-    def take(self, delta: TextDelta) -> None:
-        super().take(delta)
+    def add(self, delta: TextDelta) -> None:
+        super().add(delta)
         found = self._parser.feed(delta.text, final=delta.finish_reason is not None)
         self._has_calls |= any("tool_calls" in one for one in found)
         if self._has_calls and delta.finish_reason == "stop" and not self._names_a_tool:  # as at OpenAI
@@ -181,15 +184,15 @@ class ChatChoice(_Choice):
             elif self._shows_reasoning:  # under vLLM's name and the older one
                 self._deltas.append({"reasoning": one["reasoning_content"], **one})
 
-    def whole(self) -> dict[str, Any]:
-        message = whole_message(self._deltas, self._role)
-        return self._entry("message", {**message, "reasoning": message.get("reasoning")})
+    def collect(self) -> dict[str, Any]:
+        message = merge_deltas(self._deltas, self._role)
+        return self._full_entry("message", {**message, "reasoning": message.get("reasoning")})
 
     def chunks(self) -> list[dict[str, Any]]:
         deltas, self._deltas = self._deltas, []
         opening, self._opening = self._opening, []
-        if not deltas and self._request.wants_report and any(delta.pieces for delta in self._untold):
-            deltas = [{}]  # what was drafted is told even where a parser holds the text back
+        if not deltas and self._request.wants_report and any(delta.pieces for delta in self._unsent):
+            deltas = [{}]  # drafted text is reported even if a parser holds it back
         is_finished = self._ending["finish_reason"] is not None
         chunks: list[dict[str, Any]] = [
             {"index": self._number, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": None}
@@ -197,8 +200,8 @@ class ChatChoice(_Choice):
         ]
         if is_finished:
             chunks[-1] |= self._ending
-        if deltas or is_finished:  # with one of these, what there is to say of the tokens
-            chunks[len(opening) + len(deltas) - 1 if deltas else -1] |= self._tell()
+        if deltas or is_finished:  # the last one of these has the fields of the tokens
+            chunks[len(opening) + len(deltas) - 1 if deltas else -1] |= self._take_token_fields()
         return chunks
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs], _offsets: Sequence[int]) -> dict[str, Any] | None:
@@ -206,7 +209,7 @@ class ChatChoice(_Choice):
 
 
 class CompletionChoice(_Choice):
-    """An answer of `/v1/completions`. It begins with `echo`: the prompt's text, or nothing."""
+    """An entry of a text completion. Its text begins with `echo`, the text of the prompt, if requested."""
 
     def __init__(
         self,
@@ -217,7 +220,7 @@ class CompletionChoice(_Choice):
         echo: str = "",
         offsets: Sequence[int] = (),
     ) -> None:
-        """`offsets`: where the prompt's tokens begin in `echo`."""
+        """`offsets`: positions of the prompt's tokens in `echo`."""
         super().__init__(number, request, texts)
         self._text = echo
         self._echo_length = len(echo)
@@ -225,29 +228,31 @@ class CompletionChoice(_Choice):
         self._offsets = offsets
         self._prompt_ids = list(prompt) if request.return_token_ids else None
 
-    def take(self, delta: TextDelta) -> None:
+    def add(self, delta: TextDelta) -> None:
         delta = delta._replace(offsets=[self._echo_length + at for at in delta.offsets])
         if self._echoes and delta.prompt_logprobs is not None:
-            top = self._request.logprobs_wanted or 0
+            top = self._request.num_logprobs or 0
             prompt = [one._replace(top=one.top[:top]) for one in delta.prompt_logprobs]
             delta = delta._replace(logprobs=[*prompt, *delta.logprobs], offsets=[*self._offsets, *delta.offsets])
-        super().take(delta)
+        super().add(delta)
         self._text += delta.text
 
-    def whole(self) -> dict[str, Any]:
+    def collect(self) -> dict[str, Any]:
         return self._text_entry() | {"prompt_logprobs": self.prompt_logprobs()}
 
     def chunks(self) -> list[dict[str, Any]]:
-        wanted = self._request.logprobs_wanted is not None or self._request.return_token_ids
-        return [self._text_entry()] if self._text or self._ending["finish_reason"] is not None or wanted else []
+        has_token_fields = self._request.num_logprobs is not None or self._request.return_token_ids
+        return (
+            [self._text_entry()] if self._text or self._ending["finish_reason"] is not None or has_token_fields else []
+        )
 
     def _text_entry(self) -> dict[str, Any]:
         text, self._text = self._text, ""
-        prompt_ids, self._prompt_ids = self._prompt_ids, None  # once
-        return self._entry("text", text) | {"prompt_token_ids": prompt_ids}
+        prompt_ids, self._prompt_ids = self._prompt_ids, None  # in the first entry only
+        return self._full_entry("text", text) | {"prompt_token_ids": prompt_ids}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any] | None:
-        if self._request.logprobs_wanted is None:
+        if self._request.num_logprobs is None:
             return None
         return completion_logprobs(logprobs, self._texts, offsets)
 
@@ -256,7 +261,7 @@ Choice = ChatChoice | CompletionChoice
 
 
 class OpenAIResponse:
-    """The response to one request, from the deltas of its generation."""
+    """The response to a chat or completion request."""
 
     def __init__(
         self, request: SamplingRequest, generation: Generation, entry: RequestLogEntry, choices: Sequence[Choice]
@@ -268,15 +273,18 @@ class OpenAIResponse:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         self.head = {"id": entry.id, "object": kind, "created": int(time.time()), "model": entry.model}
 
-    async def whole(self) -> dict[str, Any]:
-        """Wait for all answers and return the response."""
+    async def collect(self) -> dict[str, Any]:
+        """Wait for all choices and return the response."""
         async for number, delta in self.generation.deltas():
-            self.choices[number].take(delta)
-        choices = [choice.whole() for choice in self.choices]
+            self.choices[number].add(delta)
+        choices = [choice.collect() for choice in self.choices]
         body = {**self.head, "choices": choices, "usage": self._usage()}
         if self._is_chat:
-            told = {"prompt_logprobs": self.choices[0].prompt_logprobs(), "prompt_token_ids": self._prompt_ids()}
-            body |= {"object": "chat.completion", **told}
+            prompt_fields = {
+                "prompt_logprobs": self.choices[0].prompt_logprobs(),
+                "prompt_token_ids": self._prompt_ids(),
+            }
+            body |= {"object": "chat.completion", **prompt_fields}
         return body
 
     def _prompt_ids(self) -> list[int] | None:
@@ -284,24 +292,24 @@ class OpenAIResponse:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events."""
-        asked, head = self._request, self.head
+        request, head = self._request, self.head
         if self._is_chat:
             head = {**head, "prompt_token_ids": self._prompt_ids()}  # in the first chunk
         async for number, delta in self.generation.deltas():
-            self.choices[number].take(delta)
+            self.choices[number].add(delta)
             parts = []
             for choice in self.choices[number].chunks():
-                told: dict[str, Any] = {"usage": None} if asked.wants_stream_usage else {}
-                if asked.wants_continuous_usage:
-                    told["usage"] = self.generation.usage(opening="role" in choice.get("delta", ()))
-                parts.append(event({**head, "choices": [choice], **told}))
+                usage: dict[str, Any] = {"usage": None} if request.wants_stream_usage else {}
+                if request.wants_continuous_usage:
+                    usage["usage"] = self.generation.usage(opening="role" in choice.get("delta", ()))
+                parts.append(event({**head, "choices": [choice], **usage}))
                 head = self.head
             if parts:
                 yield b"".join(parts)
-        tail = event({**self.head, "choices": [], "usage": self._usage()}) if self._request.wants_stream_usage else b""
+        tail = event({**self.head, "choices": [], "usage": self._usage()}) if request.wants_stream_usage else b""
         yield tail + DONE
 
     def _usage(self) -> dict[str, Any]:
         depth = self._request.speculation_depth
-        wanted = {"enabled": depth != 0, "depth": depth} if self._request.wants_report else None
-        return self.generation.usage(speculation=wanted)
+        speculation = {"enabled": depth != 0, "depth": depth} if self._request.wants_report else None
+        return self.generation.usage(speculation=speculation)

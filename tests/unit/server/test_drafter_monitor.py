@@ -14,7 +14,7 @@ from fledge.server.dashboard import snapshot
 from fledge.server.metrics import Metrics
 from tests.page_service import EngineFeed
 
-MEASURED = tuple((100, 100 * (i + 0.5) / BINS, 10 * i + 5) for i in range(BINS))  # as sure as right
+MEASURED = tuple((100, 100 * (i + 0.5) / BINS, 10 * i + 5) for i in range(BINS))  # perfectly calibrated
 RATES = (0.6, 0.4, 0.3)
 
 
@@ -49,9 +49,9 @@ class Live:
         self.look()
 
     def look(self) -> None:
-        watch = self.metrics.drafter_watch
-        if watch is not None:
-            watch.check(self.metrics.history.latest(self.metrics.history.kept))
+        monitor = self.metrics.drafter_monitor
+        if monitor is not None:
+            monitor.check(self.metrics.history.latest(self.metrics.history.kept))
 
     def forget(self) -> None:
         """What was of late is long ago."""
@@ -77,15 +77,17 @@ def test_growth_and_calibration_like_the_baseline_are_told_and_no_drift():
     assert page["growth"][2] == {"value": pytest.approx(1.4), "rounds": 300, "baseline": 1.4}
     greedy = page["reliability"]["greedy"]
     assert greedy["bins"][8] == {"drafts": 600, "confidence": 0.85, "accepted": 0.85, "baseline": [0.85, 0.85]}
-    assert page["words"][0].startswith("Behind the draft at depth 3 the drafter's state is 1.40 times as large")
-    assert "as sure as it is right: 85% sure on average, and 85% stand (calibration error 0.00)" in page["words"][1]
+    assert page["words"][0].startswith(
+        "At depth 3 the norm of the drafter's hidden state is 1.40 times that at depth 1"
+    )
+    assert "well calibrated: mean confidence 85%, acceptance rate 85% (calibration error 0.00)" in page["words"][1]
 
 
 @pytest.mark.parametrize(
     ("metric", "live_as", "value", "said"),
     [
-        ("state_growth_drift", {"norms": [1.0, 1.3, 2.1]}, 0.5, "2.10 times its size at depth 3, against 1.40"),
-        ("calibration_drift", {"norms": [1.0, 1.2], "accepted": 0.5}, 0.35, "85% sure of drafts of which 50% stand"),
+        ("state_growth_drift", {"norms": [1.0, 1.3, 2.1]}, 0.5, "2.10 times its norm at depth 3, against 1.40"),
+        ("calibration_drift", {"norms": [1.0, 1.2], "accepted": 0.5}, 0.35, "mean confidence 85%, acceptance rate 50%"),
     ],
 )
 def test_a_departure_is_said_once_with_what_to_do_and_its_end_once(
@@ -119,11 +121,11 @@ def test_without_figures_in_the_baseline_nothing_is_compared():
         known = measured is not None and bool(measured.growth_by_depth)
         assert (live.sample("state_growth_drift") is None) == (not known)
         assert live.sample("calibration_drift") is None
-        assert "surer than it is right" in snapshot(live.metrics)["drafter"]["words"][1]
+        assert "it is overconfident" in snapshot(live.metrics)["drafter"]["words"][1]
         assert snapshot(live.metrics)["drafter"]["reliability"]["greedy"]["baseline_error"] is None
 
 
 def test_telling_is_brief_where_nothing_is_new():
     live = Live(None)
     live.send([1.0, 1.1, 1.2, 1.3, 1.4])
-    assert live.metrics._drafter_sums.fresh(live.feed.stats) == {}
+    assert live.metrics._drafter_counts.since_last(live.feed.stats) == {}

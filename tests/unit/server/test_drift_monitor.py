@@ -15,18 +15,18 @@ from fledge.engine.outputs import RequestMetrics, RoundRecord
 from fledge.errors import ConfigError
 from fledge.evaluation.baseline import BASELINE_FILE, Baseline, BaselineCell
 from fledge.server.dashboard import snapshot
-from fledge.server.history import History
-from fledge.server.live_drift import (
+from fledge.server.drift_monitor import (
     CHECK_SECONDS,
     INTERVAL_SECONDS,
     WINDOW_INTERVALS,
-    DriftWatch,
-    Traits,
+    DriftMonitor,
+    RequestTraits,
     script_of,
 )
+from fledge.server.history import History
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import Template
-from fledge.server.service import baseline_of
+from fledge.server.service import load_baseline
 from tests.page_service import EngineFeed
 
 GREEDY, SAMPLED = (0.6, 0.4, 0.3), (0.5, 0.3, 0.2)
@@ -41,15 +41,15 @@ def baseline(**rates: tuple[float, ...]) -> Baseline:
 
 
 class Traffic:
-    """Random requests through a watch: some are easier than others, as prompts are."""
+    """Random requests through a monitor: some are easier than others, as prompts are."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
-        self.watch = DriftWatch(baseline())
+        self.monitor = DriftMonitor(baseline())
 
     def send(self, requests: int, scale: float = 1.0, *, depth: int = 3, start: int = 100, **traits: object) -> None:
         """Requests whose drafts stand `scale` times as often as the baseline has it, give or take."""
-        about = Traits(**traits)  # type: ignore[arg-type]
+        about = RequestTraits(**traits)  # type: ignore[arg-type]
         rates = baseline().rates(about.temperature, depth)
         for _ in range(requests):
             mine, rounds = scale * self.random.uniform(0.7, 1.3), []
@@ -61,15 +61,15 @@ class Traffic:
                 acceptance.add(drafted=record.drafted, accepted=record.accepted)
             times = {"time_to_first_token": 0.1, "seconds": 1.0, "cached_tokens": 0, "preemptions": 0}
             metrics = RequestMetrics(acceptance=acceptance, rounds=tuple(rounds), **times)
-            self.watch.on_finished(metrics, about)
+            self.monitor.on_finished(metrics, about)
 
     def check(self) -> bool:
-        self.watch.check()
-        return self.watch.is_drifting
+        self.monitor.check()
+        return self.monitor.is_drifting
 
     def later(self) -> None:
         """What was of late is long ago."""
-        self.watch._history = History(interval_seconds=INTERVAL_SECONDS, kept=WINDOW_INTERVALS)
+        self.monitor._history = History(interval_seconds=INTERVAL_SECONDS, kept=WINDOW_INTERVALS)
 
 
 def test_traffic_like_the_baseline_is_no_drift_at_any_depth_and_temperature():
@@ -80,9 +80,9 @@ def test_traffic_like_the_baseline_is_no_drift_at_any_depth_and_temperature():
             traffic.send(12, depth=depth)
             traffic.send(12, depth=depth, temperature=1.0)
         alarms += traffic.check()
-        latest = traffic.watch.latest
+        latest = traffic.monitor.latest
         assert latest is not None
-        assert latest.fall == pytest.approx(0, abs=0.1)
+        assert latest.drop == pytest.approx(0, abs=0.1)
         for _, rate, expected in latest.depths[:2]:
             assert rate.value == pytest.approx(expected, abs=0.1)
     assert alarms == 0
@@ -96,13 +96,13 @@ def test_a_fall_is_said_once_and_its_end_once(caplog: pytest.LogCaptureFixture):
     traffic.send(60, 0.5)
     assert traffic.check()
     assert traffic.check()
-    assert 0.15 < traffic.watch.certain_fall < 0.4
+    assert 0.15 < traffic.monitor.significant_drop < 0.4
     traffic.later()
     traffic.send(5)
     assert traffic.check(), "a few requests end nothing"
     traffic.send(200)
     assert not traffic.check()
-    assert traffic.watch.certain_fall == 0
+    assert traffic.monitor.significant_drop == 0
     said = [record for record in caplog.records if record.name == "fledge.server"]
     assert [record.levelname for record in said] == ["WARNING", "INFO"]
     assert "against 2.30" in said[0].getMessage()
@@ -114,12 +114,12 @@ def test_a_small_or_doubtful_fall_is_none():
     small, doubtful = Traffic(), Traffic()
     small.send(1000, 0.93)  # certain, but less than a tenth of the acceptance length
     assert not small.check()
-    assert small.watch.latest is not None
-    assert small.watch.latest.length.ends[1] < small.watch.latest.expected
+    assert small.monitor.latest is not None
+    assert small.monitor.latest.length.ends[1] < small.monitor.latest.expected
     doubtful.send(30, 0.75)
     assert not doubtful.check()
-    assert doubtful.watch.latest is not None
-    assert doubtful.watch.latest.fall > 0.05
+    assert doubtful.monitor.latest is not None
+    assert doubtful.monitor.latest.drop > 0.05
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_drift_is_put_down_to_what_changed(traits: dict[str, object], kind: str,
     traffic.send(60 if is_part else 0)
     traffic.send(120, 0.3, **traits)  # type: ignore[arg-type]
     assert traffic.check()
-    assert traffic.watch.latest is not None
-    (cause,) = traffic.watch.latest.causes
+    assert traffic.monitor.latest is not None
+    (cause,) = traffic.monitor.latest.causes
     assert (cause.slice.kind, cause.slice.name) == (kind, name)
     assert cause.share_before == 0
     assert cause.share == (pytest.approx(0.67, abs=0.1) if is_part else 1)
-    assert ", 0% before" in traffic.watch.note.text
+    assert ", 0% before" in traffic.monitor.note.text
 
 
 def test_traffic_that_does_better_than_expected_is_no_reproach_to_the_rest():
@@ -155,15 +155,15 @@ def test_traffic_that_does_better_than_expected_is_no_reproach_to_the_rest():
     traffic.send(120, 0.3, script="Cyrillic")
     traffic.send(25, 1.6, temperature=1.0)
     assert traffic.check()
-    assert traffic.watch.latest is not None
-    assert traffic.watch.latest.causes[0].slice.name == "Cyrillic"
+    assert traffic.monitor.latest is not None
+    assert traffic.monitor.latest.causes[0].slice.name == "Cyrillic"
 
 
 def test_where_all_traffic_is_alike_nothing_is_blamed():
     traffic = Traffic()
     traffic.send(100, 0.4)
     assert traffic.check()
-    assert "no kind of request more than another" in traffic.watch.note.text
+    assert "no kind of request more than another" in traffic.monitor.note.text
 
 
 @pytest.mark.parametrize("han", [0.5, 0.2], ids=["all alike", "one worse"])
@@ -177,8 +177,8 @@ def test_of_many_slices_none_is_blamed_by_chance(han: float):
             about = {"script": script, "template": template, "temperature": draw([0.0, 0.4, 1.0])}
             traffic.send(1, han if script == "Han" else 0.5, start=draw([100, 1000, 4000]), **about)
         assert traffic.check()
-        assert traffic.watch.latest is not None
-        blamed.append([cause.slice.name for cause in traffic.watch.latest.causes])
+        assert traffic.monitor.latest is not None
+        blamed.append([cause.slice.name for cause in traffic.monitor.latest.causes])
     if han == 0.5:
         assert sum(map(bool, blamed)) <= 2  # more at 95 % for each slice, which this notices
     else:
@@ -192,8 +192,8 @@ def test_the_page_and_the_metric_tell_of_it():
         feed.finished(accepted=number % 2, script="Thai" if number % 2 == 0 else "Latin")
     assert b"fledge_spec_decode_acceptance_drift{" in metrics.render()
     assert snapshot(metrics)["baseline"] == []
-    assert metrics.watch is not None
-    metrics.watch.checked -= CHECK_SECONDS  # that much later
+    assert metrics.drift_monitor is not None
+    metrics.drift_monitor.checked -= CHECK_SECONDS  # that much later
     feed.finished(accepted=0)
     shown = snapshot(metrics)
     (note,) = [found for found in shown["findings"] if "not what the drafter was measured on" in found["text"]]
@@ -215,18 +215,18 @@ def test_without_a_baseline_the_page_says_so_and_the_metric_is_absent():
 def test_watching_is_brief():
     """A hundred microseconds a request; the best of several tries, since others may have the core in between."""
     traffic = Traffic()
-    watch = traffic.watch
+    monitor = traffic.monitor
     spent = [0.0]
     for _ in range(5):
         traffic.send(100, depth=5)
-        spent.append(watch.spent)
+        spent.append(monitor.seconds_spent)
     assert min(after - before for before, after in pairwise(spent)) / 100 < 1e-3
-    watch.spent = 100.0
+    monitor.seconds_spent = 100.0
     traffic.send(1)
-    assert watch.spent == 100.0, "more than its share: this one is left out"
-    watch.started -= 9901
+    assert monitor.seconds_spent == 100.0, "more than its share: this one is left out"
+    monitor.started -= 9901
     traffic.send(1)
-    assert watch.spent > 100.0
+    assert monitor.seconds_spent > 100.0
     checks = []
     for _ in range(5):
         began = time.perf_counter()
@@ -280,14 +280,14 @@ def test_a_damaged_baseline_is_named_and_does_not_keep_from_serving(
     (tmp_path / BASELINE_FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"acceptance\.json"):
         Baseline.read(tmp_path)
-    assert baseline_of(str(tmp_path)) is None
+    assert load_baseline(str(tmp_path)) is None
     (record,) = caplog.records
     assert record.getMessage().endswith("live traffic is not compared with it")
 
 
 def test_the_bundled_drafters_have_baselines_greedy_and_sampled():
     for name in DRAFTERS.values():
-        found = baseline_of(name)
+        found = load_baseline(name)
         assert found is not None
         assert {(cell.temperature, cell.depth) for cell in found.cells} == {(t, k) for t in (0, 1) for k in (5, 7, 10)}
         for cell in found.cells:

@@ -1,7 +1,7 @@
-"""How the drafter itself does in live rounds, beside its baseline: how its state grows, how right its confidence is.
+"""Monitors the drafter in live rounds against its baseline: growth of its hidden state, calibration of its confidence.
 
-Acceptance says that drafts fall; these say why. The engine looks at the states of one round in eight and at the
-confidence of every draft (`decoding/drafter_statistics.py`); here they are summed by interval and compared.
+These explain why acceptance drops. The engine measures the states of one round in eight and the confidence of every
+draft (`decoding/drafter_statistics.py`); here they are summed by interval and compared.
 """
 
 import logging
@@ -15,24 +15,24 @@ from fledge.server.history import HistoryInterval, SpeculationNote, note
 
 _log = logging.getLogger("fledge.server")
 
-KINDS = ("sampled", "greedy")  # requests, in the order of `Calibration.by_confidence`
-GROWTH_TOLERANCE = 0.25  # of the growth that was measured: kinds of prompts differ by some 15 %
-ERROR_TOLERANCE = 0.1  # of the calibration error, beyond the one that was measured
-ENDS_AT = 0.8  # of a tolerance: what has begun ends below it, and does not flicker
-MIN_ROUNDS, MIN_DRAFTS = 200, 500  # before a departure is said
-MIN_SAID = 20  # sampled rounds, before a growth is put into words
-APART = 0.03  # between mean confidence and accepted share: less is as good as none
-CHECK_SECONDS = 10.0  # from one look to the next
+KINDS = ("sampled", "greedy")  # of requests, in the order of `Calibration.by_confidence`
+GROWTH_TOLERANCE = 0.25  # relative to the baseline; kinds of prompts differ by some 15 %
+ERROR_TOLERANCE = 0.1  # of the calibration error, above the baseline
+ENDS_AT = 0.8  # of a tolerance: hysteresis
+MIN_ROUNDS, MIN_DRAFTS = 200, 500  # for drift
+MIN_SHOWN_ROUNDS = 20  # for a sentence about growth
+MAX_CALIBRATED = 0.03  # difference between mean confidence and acceptance rate
+CHECK_SECONDS = 10.0  # between two checks
 
 
-class DrafterSums:
-    """What the engine has counted of the drafter since it was last asked, as sums of `HistoryInterval`."""
+class DrafterCounts:
+    """Turns the engine's total counts into counts since the last call, as sums for `HistoryInterval`."""
 
     def __init__(self) -> None:
         self._growth = StateGrowth()
         self._reliability = {kind: Reliability() for kind in KINDS}
 
-    def fresh(self, stats: EngineStats) -> dict[Any, Any]:
+    def since_last(self, stats: EngineStats) -> dict[Any, Any]:
         sums: dict[Any, Any] = {}
         if stats.state_growth != self._growth:
             sums["state_growth"] = stats.state_growth.sums - self._growth.sums
@@ -52,11 +52,11 @@ def reliability_of(seen: HistoryInterval, kind: str) -> Reliability:
     return Reliability(sums=seen[kind, "reliability"])
 
 
-class DrafterWatch:
-    """Compares growth and calibration of late with the baseline; logs when they begin to differ, and when no more.
+class DrafterMonitor:
+    """Compares recent growth and calibration with the baseline; logs when drift begins and when it ends.
 
-    Each is a share or a difference beyond what was measured, 0 while it is within tolerance, and None where the
-    baseline does not know.
+    `growth_drift` is relative, `calibration_drift` a difference. Both are 0 within tolerance, and None if the baseline
+    has no measurement.
     """
 
     def __init__(self, baseline: Baseline) -> None:
@@ -72,18 +72,18 @@ class DrafterWatch:
         return time.monotonic() - self._checked >= CHECK_SECONDS
 
     def check(self, seen: HistoryInterval) -> None:
-        """Look at what was seen of late."""
+        """Check recent statistics for drift."""
         self._checked = time.monotonic()
         self.notes = []
         if self.growth:
-            self.growth_drift = self._grown(growth_of(seen), self.growth_drift or 0.0)
-        found = [self._off(kind, reliability_of(seen, kind), self.calibration_drift or 0.0) for kind in KINDS]
+            self.growth_drift = self._growth_beyond(growth_of(seen), self.growth_drift or 0.0)
+        found = [self._error_beyond(kind, reliability_of(seen, kind), self.calibration_drift or 0.0) for kind in KINDS]
         if self.calibration_drift is not None:
             was, self.calibration_drift = self.calibration_drift, max(found)
             _log_change("calibration_drift", was, self.calibration_drift, self.notes)
 
-    def _grown(self, growth: StateGrowth, was: float) -> float:
-        """How far the state grows beyond the baseline, at the depth where that is most."""
+    def _growth_beyond(self, growth: StateGrowth, was: float) -> float:
+        """Return the largest relative growth beyond the baseline over depths; 0 within tolerance."""
         rounds = [triple[0] for triple in growth.triples]
         known = enumerate(zip(growth.by_depth, self.growth, rounds, strict=False))
         beyond = [(live / measured - 1, depth) for depth, (live, measured, n) in known if n >= MIN_ROUNDS]
@@ -95,16 +95,16 @@ class DrafterWatch:
         _log_change("growth_drift", was, now, self.notes)
         return now
 
-    def _off(self, kind: str, found: Reliability, was: float) -> float:
-        """How far the calibration error of one kind of requests lies beyond the baseline's."""
+    def _error_beyond(self, kind: str, found: Reliability, was: float) -> float:
+        """Return the calibration error above the baseline's, for one kind of requests; 0 within tolerance."""
         error, measured, total = found.error, self.errors[kind], found.total
         if error is None or measured is None or total is None or total.drafts < MIN_DRAFTS:
             return 0.0
         now = _drift(error - measured, was, ERROR_TOLERANCE)
         if now:
-            figures = {"kind": kind, "error": error, "measured": measured}
-            said = {"confidence": total.confidence, "accepted": total.accepted}
-            self.notes.append(note("calibration_drift", **figures, **said))
+            figures: dict[str, Any] = {"kind": kind, "error": error, "measured": measured}
+            figures |= {"confidence": total.confidence, "accepted": total.accepted}
+            self.notes.append(note("calibration_drift", **figures))
         return now
 
 
@@ -120,10 +120,10 @@ def _log_change(name: str, was: float, now: float, notes: list[SpeculationNote])
 
 
 def drafter_panel(seen: HistoryInterval, baseline: Baseline | None) -> dict[str, Any]:
-    """What the page shows of the drafter, as JSON values."""
+    """Return the JSON values of the dashboard's drafter panel."""
     growth, measured = growth_of(seen), () if baseline is None else baseline.growth_by_depth
     words = []
-    deepest = sum(rounds >= MIN_SAID for rounds, *_ in growth.triples)
+    deepest = sum(rounds >= MIN_SHOWN_ROUNDS for rounds, *_ in growth.triples)
     if deepest > 1:
         words.append(note("growth", value=growth.by_depth[deepest - 1], depth=deepest).text)
     kinds = {}
@@ -147,8 +147,14 @@ def drafter_panel(seen: HistoryInterval, baseline: Baseline | None) -> dict[str,
                 for live, then in zip(found.bins, expected.bins, strict=True)
             ],
         }
-        apart = total.confidence - total.accepted
-        which = "calibrated" if abs(apart) < APART else "overconfident" if apart > 0 else "underconfident"
+        difference = total.confidence - total.accepted
+        which = (
+            "calibrated"
+            if abs(difference) < MAX_CALIBRATED
+            else "overconfident"
+            if difference > 0
+            else "underconfident"
+        )
         words.append(note(which, kind=kind, **total._asdict(), error=found.error).text)
     return {
         "growth": [

@@ -1,4 +1,4 @@
-"""The servers that `bench serve` loads, as its options name them."""
+"""The servers that `fledge bench serve` loads, from its options."""
 
 import os
 import re
@@ -18,7 +18,7 @@ def read_servers(
     headers: Sequence[str],
     extras: Sequence[str],
 ) -> tuple[ServerSpec, ...]:
-    """What each is called, where it is, and what goes along with its requests."""
+    """Return name, URL and request options of each server. Raises ConfigError."""
     parsed = [parse_url(text) for text in urls]
     names = [name or url.partition("://")[2].rpartition("@")[2] for name, url in parsed]
     model, key = _by_server(models, names), _by_server(keys, names)
@@ -48,7 +48,7 @@ def read_servers(
 
 
 def _by_server(values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Read values that are for all servers, or as NAME=VALUE for one."""
+    """Return server -> value, from values for all servers and NAME=VALUE for one."""
     found: dict[str, str] = {}
     for value in values:
         name, equals, rest = value.partition("=")
@@ -60,6 +60,6 @@ def _by_server(values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The command line as others may see it: no keys, no headers, no passwords in addresses."""
+    """Return a command line without keys, headers and passwords in URLs."""
     text = re.sub(r"(?<=://)[^/@\0]*@", "", "\0".join(arguments))
     return re.sub(r"(?<=\0)(--api-key|--header)([=\0])[^\0]*", r"\1\2...", text).split("\0")

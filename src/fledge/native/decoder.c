@@ -5,6 +5,7 @@
 #include "barrier.h"
 
 _Atomic int64_t fledge_slept;
+_Atomic int32_t fledge_spins = MOST_SPINS;
 
 /* Buffers of one call, reused by every layer. */
 typedef struct {

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "barrier.h"
 #include "rows.h"
 
 typedef double dvec __attribute__((vector_size(8 * LANES)));
@@ -246,11 +247,12 @@ int32_t fledge_weigh_rows(const float *logits, const int64_t *request, const uin
                           const int64_t *top_k, const double *top_p, const float *min_p, int64_t count, int64_t vocab,
                           int64_t stride, int threads) {
     Rows rows = {logits, request, sampled, temperature, floor, last, peaks, sums, vocab, stride};
+    Barrier barrier = {0};
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed) if (count > 4)
     {
         float *scratch = NULL;
-#pragma omp for
+#pragma omp for nowait
         for (int64_t number = 0; number < count; number++) {
             int64_t whose = request[number];
             if (!sampled[whose]) continue;
@@ -267,6 +269,7 @@ int32_t fledge_weigh_rows(const float *logits, const int64_t *request, const uin
             sum_chunks(&row);
         }
         free(scratch);
+        wait_at(&barrier, thread_count());
     }
     return failed;
 }
@@ -276,14 +279,19 @@ void fledge_draw_rows(const float *logits, const int64_t *request, const uint8_t
                       float *floor, int64_t *last, float *peaks, double *sums, const double *uniforms,
                       int64_t *tokens, float *likeliest, int64_t count, int64_t vocab, int64_t stride, int threads) {
     Rows rows = {logits, request, sampled, temperature, floor, last, peaks, sums, vocab, stride};
-#pragma omp parallel for num_threads(threads) if (count > 16)
-    for (int64_t number = 0; number < count; number++) {
-        if (!sampled[request[number]]) continue;
-        Row row = row_of(&rows, number);
-        float peak;
-        double total = total_of(&row, &peak);
-        tokens[number] = draw(&row, uniforms[number]);
-        if (likeliest) likeliest[number] = total > 0 ? (float)(1 / total) : 1.0f;
+    Barrier barrier = {0};
+#pragma omp parallel num_threads(threads) if (count > 16)
+    {
+#pragma omp for nowait
+        for (int64_t number = 0; number < count; number++) {
+            if (!sampled[request[number]]) continue;
+            Row row = row_of(&rows, number);
+            float peak;
+            double total = total_of(&row, &peak);
+            tokens[number] = draw(&row, uniforms[number]);
+            if (likeliest) likeliest[number] = total > 0 ? (float)(1 / total) : 1.0f;
+        }
+        wait_at(&barrier, thread_count());
     }
 }
 
@@ -292,11 +300,16 @@ void fledge_write_probabilities(const float *logits, const int64_t *request, con
                                 float *out, int64_t count, int64_t vocab, int64_t stride, int64_t out_stride,
                                 int threads) {
     Rows rows = {logits, request, sampled, temperature, floor, last, peaks, sums, vocab, stride};
-#pragma omp parallel for num_threads(threads) if (count > 4)
-    for (int64_t number = 0; number < count; number++) {
-        if (!sampled[request[number]]) continue;
-        Row row = row_of(&rows, number);
-        write_out(&row, out + request[number] * out_stride);
+    Barrier barrier = {0};
+#pragma omp parallel num_threads(threads) if (count > 4)
+    {
+#pragma omp for nowait
+        for (int64_t number = 0; number < count; number++) {
+            if (!sampled[request[number]]) continue;
+            Row row = row_of(&rows, number);
+            write_out(&row, out + request[number] * out_stride);
+        }
+        wait_at(&barrier, thread_count());
     }
 }
 
@@ -341,25 +354,30 @@ void fledge_reject_drafts(const float *logits, const int64_t *request, const uin
                           int64_t *accepted, int64_t batch, int64_t width, int64_t vocab, int64_t stride,
                           int64_t request_stride, int64_t step_stride, int threads) {
     Rows rows = {logits, request, sampled, temperature, floor, last, peaks, sums, vocab, stride};
-#pragma omp parallel for num_threads(threads) if (batch > 4)
-    for (int64_t entry = 0; entry < batch; entry++) {
-        const int64_t *draft = drafts + entry * (width - 1), *row_at = at + entry * width;
-        const float *q = probabilities + of_entry[entry] * request_stride;
-        int64_t count = counts[entry] < width - 1 ? counts[entry] : width - 1, kept = 0;
-        if (!are_drawn[of_entry[entry]] || count <= 0) continue;
-        for (; kept < count; kept++) {
+    Barrier barrier = {0};
+#pragma omp parallel num_threads(threads) if (batch > 4)
+    {
+#pragma omp for nowait
+        for (int64_t entry = 0; entry < batch; entry++) {
+            const int64_t *draft = drafts + entry * (width - 1), *row_at = at + entry * width;
+            const float *q = probabilities + of_entry[entry] * request_stride;
+            int64_t count = counts[entry] < width - 1 ? counts[entry] : width - 1, kept = 0;
+            if (!are_drawn[of_entry[entry]] || count <= 0) continue;
+            for (; kept < count; kept++) {
+                Row row = row_of(&rows, row_at[kept]);
+                int64_t token = draft[kept] > 0 ? draft[kept] : 0;
+                /* u < p / q without the division: correct for q = 0 too, and never true for p = 0, since u can be 0. */
+                double claimed = accept_uniforms[entry * (width - 1) + kept] * (double)q[kept * step_stride + token];
+                if (!(claimed < (double)probability(&row, token))) break;
+            }
             Row row = row_of(&rows, row_at[kept]);
-            int64_t token = draft[kept] > 0 ? draft[kept] : 0;
-            /* u < p / q without the division: correct for q = 0 too, and never true for p = 0, since u can be 0. */
-            double claimed = accept_uniforms[entry * (width - 1) + kept] * (double)q[kept * step_stride + token];
-            if (!(claimed < (double)probability(&row, token))) break;
+            double uniform = resample_uniforms[entry * width + kept];
+            int64_t extra = kept < count ? draw_residual(&row, q + kept * step_stride, uniform) : draw(&row, uniform);
+            for (int64_t i = 0; i < width; i++)
+                tokens[entry * width + i] = i < kept ? draft[i] : i == kept ? extra : PADDING;
+            accepted[entry] = kept;
         }
-        Row row = row_of(&rows, row_at[kept]);
-        double uniform = resample_uniforms[entry * width + kept];
-        int64_t extra = kept < count ? draw_residual(&row, q + kept * step_stride, uniform) : draw(&row, uniform);
-        for (int64_t i = 0; i < width; i++)
-            tokens[entry * width + i] = i < kept ? draft[i] : i == kept ? extra : PADDING;
-        accepted[entry] = kept;
+        wait_at(&barrier, thread_count());
     }
 }
 

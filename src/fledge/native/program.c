@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "barrier.h"
 #include "decoder.h"
 #include "draw.h"
 #include "rows.h"
@@ -142,9 +143,14 @@ int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps
         float *likely = confidence + i * batch;
         fledge_argmax_rows(logits, program->offsets, chosen, likely, batch, vocab, threads);
         if (!draws) continue;
-#pragma omp parallel for num_threads(threads) if (batch > 4)
-        for (int64_t b = 0; b < batch; b++)
-            draw_draft(draws, b, batch, i, logits + b * vocab, program->offsets, vocab, chosen + b, likely + b);
+        Barrier barrier = {0};
+#pragma omp parallel num_threads(threads) if (batch > 4)
+        {
+#pragma omp for nowait
+            for (int64_t b = 0; b < batch; b++)
+                draw_draft(draws, b, batch, i, logits + b * vocab, program->offsets, vocab, chosen + b, likely + b);
+            wait_at(&barrier, thread_count());
+        }
     }
     for (int64_t b = 0; b < batch; b++) norms[b * (depth + 1) + depth] = norm(read + b * width, width);
     free(memory);

@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "barrier.h"
 #include "vectors.h"
 
 /* The index of the first largest; as in torch, NaN is larger than any number. */
@@ -37,12 +38,17 @@ static float exponentials(const float *x, float peak, int64_t size) {
 
 void fledge_argmax_rows(const float *logits, const int64_t *offsets, int64_t *out, float *confidence, int64_t rows,
                         int64_t vocab, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 4)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *x = logits + row * vocab;
-        int64_t index = argmax(x, vocab);
-        out[row] = offsets ? index + offsets[index] : index;
-        if (confidence) confidence[row] = 1 / exponentials(x, x[index], vocab);
+    Barrier barrier = {0};
+#pragma omp parallel num_threads(threads) if (rows > 4)
+    {
+#pragma omp for nowait
+        for (int64_t row = 0; row < rows; row++) {
+            const float *x = logits + row * vocab;
+            int64_t index = argmax(x, vocab);
+            out[row] = offsets ? index + offsets[index] : index;
+            if (confidence) confidence[row] = 1 / exponentials(x, x[index], vocab);
+        }
+        wait_at(&barrier, thread_count());
     }
 }
 

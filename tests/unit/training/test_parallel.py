@@ -131,5 +131,5 @@ def test_devices_that_are_not_there_are_refused() -> None:
     with pytest.raises(ConfigError, match="allowed is auto, cpu or cuda"):
         choose_device("gpu")
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="torch sees no GPU"):
+        with pytest.raises(ConfigError, match="torch finds no GPU here"):
             choose_device("cuda")

@@ -16,7 +16,7 @@ import torch
 
 from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.config import EngineConfig
-from fledge.engine.costs import Expectation, RoundCosts
+from fledge.engine.costs import RoundCosts
 from fledge.errors import FledgeError
 from fledge.files import cache_directory, digest, read_json, write_json
 from fledge.models.drafter.base import Drafter
@@ -66,40 +66,33 @@ class CostCache:
         try:
             if not 0 <= time.time() - float(found["written"]) <= MAX_AGE:
                 return
-            context, entries = int(found["context"]), list(_entries(found["rounds"]))
+            entries = list(_entries(found["rounds"]))
         except (KeyError, TypeError, ValueError) as error:
             _log.debug("%s: damaged (%s), rounds are measured anew", self.path, error)
             return
-        for kind, (batch, arm, seconds, key_seconds) in entries:
+        for kind, batch, arm, seconds in entries:
             costs.tables[kind].expect(batch=batch, arm=arm, seconds=seconds)
-            if key_seconds is not None:
-                costs.tables[kind].expect_context(batch=batch, arm=arm, context=context, key_seconds=key_seconds)
 
     def keep(self, costs: RoundCosts) -> None:
         """Write what the tables expect."""
         rounds = [
-            {
-                **{"kind": kind, "batch": one.batch, "depth": one.arm.depth, "is_tree": one.arm.is_tree},
-                **{"seconds": one.seconds, "key_seconds": one.key_seconds},
-            }
+            {"kind": kind, "batch": batch, "depth": arm.depth, "is_tree": arm.is_tree, "seconds": seconds}
             for kind, table in costs.tables.items()
-            for one in table.expectations()
+            for batch, arm, seconds in table.expectations()
         ]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            context = costs.latest.expected_context
-            write_json(self.path, {"written": time.time(), "context": context, "rounds": rounds})
+            write_json(self.path, {"written": time.time(), "rounds": rounds})
         except OSError as error:
             _log.debug("%s: not written (%s)", self.path, error)
 
 
-def _entries(rounds: Any) -> Iterator[tuple[RequestKind, Expectation]]:
+def _entries(rounds: Any) -> Iterator[tuple[RequestKind, int, Arm, float]]:
     for one in rounds:
         batch, arm = one["batch"], Arm(one["depth"], is_tree=one["is_tree"])
-        seconds, of_keys = float(one["seconds"]), one["key_seconds"]
-        of_keys = None if of_keys is None else float(of_keys)
+        seconds = float(one["seconds"])
         if type(batch) is not int or type(arm.depth) is not int or type(arm.is_tree) is not bool or batch < 1:
             raise ValueError(f"found {one}")
-        if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(of_keys or 0.0)):
+        if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"a round of {seconds} s")
-        yield RequestKind(one["kind"]), Expectation(batch, arm, seconds, of_keys)
+        yield RequestKind(one["kind"]), batch, arm, seconds

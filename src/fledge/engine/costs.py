@@ -1,14 +1,10 @@
 """What rounds cost, as measured: by how many requests and what is drafted. The controller decides by it; the server
 reads it.
 
-Attention takes longer the longer the contexts are, and not by the same factor for every arm: a plain step reads as many
-keys as a round with drafts does, and does less besides. So costs are kept as of contexts of one length. What more keys
-add was timed while warming up, and is taken off each measured round and put on each answer.
-
-Neighbours come and go, and all rounds are slower or faster with them. So a cost is a part of its own, which is taken
-not to change, times a pace that all rounds share: what moves one cost that is being measured moves the others with it.
-What warming up measured is an expectation only. Rounds of requests may be slower than those of dummies, which is the
-pace's matter, and an arm dearer beside the others than was measured, which a few rounds of it show.
+A cost that is not measured again goes stale: contexts grow, neighbours come. What moves one cost that is being measured
+moves the others with it, until they are measured again themselves. What warming up measured is an expectation only:
+rounds of requests may be slower than those of dummies, and arms that have not run yet are taken to be slower by as
+much as those that have.
 
 The host's own work between two rounds comes on top, or where it overlaps with the device's bounds a round from below:
 a small model on a large GPU is no faster than its requests can be told their tokens, however deep they draft. With
@@ -18,55 +14,26 @@ steps would look as dear as rounds wherever the host is the slower of the two.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fledge.engine.arms import PLAIN, Arm, RequestKind
 
-SMOOTHING = 0.1  # weight of the newest round in the mean of the host's work, and in that of discounts
-SHORTEST = 1e-9  # seconds: a clock may not have moved
+SMOOTHING = 0.1  # weight of the newest round in the mean cost
 MIN_SAMPLES = 3  # rounds before a cost is believed
-# Standard deviations of logarithms.
-ROUND_NOISE = 0.05  # of one round about what it costs
-EXPECTATION_ERROR = 0.1  # of what warming up said of an arm, beside the others
-FIRST_PACE = 0.5  # of how much slower rounds of requests are than was expected, before any has run
-PACE_DRIFT = 0.008  # of the pace, from round to round
-COST_DRIFT = 0.001  # of a cost of its own, the same
-MOST_DEVIATIONS = 2.5  # a round that is further off counts as no more than that, and says that something has changed
-KNOWN_SAMPLES = 16  # rounds of a cost, after which only the pace can have: before, what was expected may be wrong
-WORST_EXPECTATION = 0.3  # as EXPECTATION_ERROR, where a round says so
-REVERSION = 1000.0  # rounds in which a cost that is not measured goes two thirds of the way down to what was expected
-OUTLIER = 3.0  # the host's work of a round that takes this many times its mean counts as no more than that
+SETTLED_SAMPLES = 40  # rounds after which a change of the mean is a change of the times, not of what is known
+FORGOTTEN_ROUNDS = 100  # a cost that was not measured for longer is learned anew, from what it was
+OUTLIER = 3.0  # a round that takes this many times its mean counts as no more than that
 REACH = 1.25  # a batch this much larger or smaller than a measured one costs about the same
 PLAIN_HOST = 0.7  # of the host's work for a round with drafts, that for one without, until both have run
-LEAST_OF_CONTEXT = 0.5  # of a cost at the expected length of contexts, that it is with shorter ones
 
 
 @dataclass
 class _Cost:
     samples: int
-    mean: float  # logarithm of the seconds at the first pace, and with the contexts that were expected
-    variance: float
+    mean: float
+    trend: float  # the table's when it was measured last
     measured_at: int  # in rounds of the table
     expected: float | None = None  # what warming up said
-    key_seconds: float | None = None  # of that, for each key that each of the requests reads; None: was not timed
     has_run: bool = True  # no: it is only expected
-
-
-@dataclass
-class Pace:
-    """How much slower than at first all rounds are: logarithm, and its variance."""
-
-    mean: float = 0.0
-    variance: float = 0.0
-
-
-class Expectation(NamedTuple):
-    """What warming up said of a kind of round, in seconds."""
-
-    batch: int
-    arm: Arm
-    seconds: float
-    key_seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -78,81 +45,57 @@ class _HostWork:
 
 
 class CostTable:
-    """What rounds cost, in seconds, by batch size and arm: their own part as of now, times the pace.
+    """What rounds cost, in seconds, by batch size and arm: exponentially weighted means of measured rounds.
 
     Can be pickled: the server's estimates read a copy of the engine's.
     """
 
-    def __init__(self, *, host_overlaps: bool = True, pace: Pace | None = None) -> None:
-        """`pace`: where other tables are of the same machine, one for all."""
+    def __init__(self, *, host_overlaps: bool = True) -> None:
         self.rounds = 0  # measured so far
         self._host_overlaps = host_overlaps
-        self._pace = pace or Pace()
         self._host: dict[tuple[int, bool], _HostWork] = {}  # power of two of the batch, whether there are drafts
         self._costs: dict[Arm, dict[int, _Cost]] = {}  # by batch
         self._discounts: dict[tuple[int, Arm], float] = {}  # power of two of the batch, arm: see `discount`
-        self.context: float | None = None  # keys that each request of the latest round read; None: as was expected
-        self._expected_context = 0.0  # that costs are kept as of
+        self._trend = 0.0  # logarithm of how much slower everything has become
+        self._slower = 0.0  # logarithm of how much slower rounds are than was expected of them
+        self._compared = 0  # rounds that this was learned from
 
     def expect(self, *, batch: int, arm: Arm, seconds: float) -> None:
         """Believe that such rounds take so long until some have run."""
-        error = EXPECTATION_ERROR**2
-        cost = _Cost(MIN_SAMPLES, math.log(max(seconds, SHORTEST)), error, self.rounds, expected=seconds, has_run=False)
+        cost = _Cost(MIN_SAMPLES, seconds, self._trend, self.rounds, expected=seconds, has_run=False)
         self._costs.setdefault(arm, {}).setdefault(batch, cost)
-        if not self.rounds:
-            self._pace.variance = FIRST_PACE**2
 
-    def expect_context(self, *, batch: int, arm: Arm, context: int, key_seconds: float) -> None:
-        """Believe that such rounds take `key_seconds` more for each key that each request has more than `context`.
-
-        `context` is that of all that is expected. Nothing is believed of rounds that are not.
-        """
-        cost = self._costs.get(arm, {}).get(batch)
-        if cost is not None and cost.expected is not None:
-            self._expected_context, cost.key_seconds = float(context), max(key_seconds, 0.0)
-
-    @property
-    def expected_context(self) -> int:
-        return round(self._expected_context)
-
-    def expectations(self) -> list[Expectation]:
-        """What `expect` and `expect_context` were told."""
+    def expectations(self) -> list[tuple[int, Arm, float]]:
+        """What `expect` was told: batch, arm, seconds."""
         return [
-            Expectation(batch, arm, cost.expected, cost.key_seconds)
+            (batch, arm, cost.expected)
             for arm, costs in self._costs.items()
             for batch, cost in costs.items()
             if cost.expected is not None
         ]
 
-    def add(self, *, batch: int, arm: Arm, seconds: float, context: float | None = None) -> None:
-        """Learn how long a round took. `context`: the keys that each of its requests read, on average."""
+    def add(self, *, batch: int, arm: Arm, seconds: float) -> None:
+        """Learn how long a round took."""
         self.rounds += 1
-        self.context = context
-        found = math.log(max(seconds, SHORTEST) / self._by_context(arm, batch))
-        of_arm, pace, noise = self._costs.setdefault(arm, {}), self._pace, ROUND_NOISE**2
+        of_arm = self._costs.setdefault(arm, {})
         cost = of_arm.get(batch)
         if cost is None:
-            of_arm[batch] = _Cost(1, found - pace.mean, noise, self.rounds)
+            of_arm[batch] = _Cost(1, seconds, self._trend, self.rounds)
             return
-        if not cost.has_run:
-            cost.mean = min(cost.mean, math.log(self._believed(arm, batch)) - pace.mean)
-        cost.mean = self._own(cost)
-        # A Kalman filter of two numbers, of which a round is the sum: the pace, and this cost's own.
-        pace.variance += PACE_DRIFT**2
-        cost.variance += COST_DRIFT**2 * (self.rounds - cost.measured_at)
-        surprise, spread = found - pace.mean - cost.mean, pace.variance + cost.variance + noise
-        excess = abs(surprise) - MOST_DEVIATIONS * math.sqrt(spread)
-        surprise -= math.copysign(max(excess, 0.0), surprise)
-        pace.mean += pace.variance / spread * surprise
-        cost.mean += cost.variance / spread * surprise
-        pace.variance -= pace.variance**2 / spread
-        cost.variance -= cost.variance**2 / spread
-        if excess > 0:
-            pace.variance += excess**2
-            if cost.samples <= KNOWN_SAMPLES:
-                cost.variance = min(cost.variance + excess**2, WORST_EXPECTATION**2)
+        before = self._now(arm, batch) if cost.has_run else self._believed(arm, batch)
+        if self.rounds - cost.measured_at > FORGOTTEN_ROUNDS:
+            cost.samples = min(cost.samples, MIN_SAMPLES)
         cost.samples += 1
-        cost.measured_at, cost.has_run = self.rounds, True
+        if cost.samples > MIN_SAMPLES:
+            seconds = min(seconds, OUTLIER * before)
+        cost.mean = before + max(SMOOTHING, 1 / cost.samples) * (seconds - before)
+        if cost.samples > SETTLED_SAMPLES and cost.mean > 0 and before > 0:
+            self._trend += math.log(cost.mean / before)
+        cost.trend, cost.measured_at, cost.has_run = self._trend, self.rounds, True
+        if cost.expected and seconds > 0:
+            self._compared += 1
+            found = math.log(seconds / cost.expected)
+            self._slower += max(SMOOTHING, 1 / (self._compared + MIN_SAMPLES)) * (found - self._slower)
 
     def add_host(self, *, batch: int, arm: Arm, seconds: float) -> None:
         """Learn how long the host itself was busy with a round."""
@@ -193,14 +136,13 @@ class CostTable:
     def device_cost(self, batch: int, arm: Arm) -> float | None:
         """`cost` without the host's part."""
         below, above = self._neighbours(batch, arm)
-        nearest = below if above is None else above
         if below is not None and above is not None:
-            found = _between(batch, (below, self._believed(arm, below)), (above, self._believed(arm, above)))
-        elif nearest is not None and max(nearest, batch) <= REACH * min(nearest, batch):
-            found = self._believed(arm, nearest)
-        else:
-            return None
-        return found * self._by_context(arm, batch)
+            low, high = self._believed(arm, below), self._believed(arm, above)
+            return low if above == below else low + (high - low) * (batch - below) / (above - below)
+        nearest = below if above is None else above
+        if nearest is not None and max(nearest, batch) <= REACH * min(nearest, batch):
+            return self._believed(arm, nearest)
+        return None
 
     def estimate(self, batch: int, arm: Arm) -> float | None:
         """As `cost`, less its discount; what was not measured is guessed: of a chain from others, or the nearest size.
@@ -233,7 +175,7 @@ class CostTable:
         return guess
 
     def age(self, batch: int, arm: Arm) -> int | None:
-        """Rounds since this arm was last measured at about this size, warming up included; None: never."""
+        """Rounds since this arm was last measured at about this size; None: never."""
         near = [b for b in self._costs.get(arm, {}) if max(b, batch) <= REACH * min(b, batch)]
         return min((self.rounds - self._costs[arm][b].measured_at for b in near), default=None)
 
@@ -254,9 +196,8 @@ class CostTable:
         return None if largest is None else self._now(PLAIN, largest) / largest
 
     def copy(self) -> "CostTable":
-        twin = CostTable(host_overlaps=self._host_overlaps, pace=Pace(**vars(self._pace)))
-        own = {"_pace": twin._pace, "_host": dict(self._host), "_discounts": dict(self._discounts)}
-        vars(twin).update(vars(self) | own)
+        twin = CostTable(host_overlaps=self._host_overlaps)
+        vars(twin).update(vars(self) | {"_host": dict(self._host), "_discounts": dict(self._discounts)})
         twin._costs = {
             arm: {batch: _Cost(**vars(cost)) for batch, cost in costs.items()} for arm, costs in self._costs.items()
         }
@@ -271,56 +212,26 @@ class CostTable:
         """As measured, but no more than a deeper chain takes that has run more often: drafting more never takes less,
         and one stall of a busy host while warming up is no cost.
         """
-        own, found = self._costs[arm][batch], self._at_expected_context(arm, batch)
+        own, found = self._costs[arm][batch], self._now(arm, batch)
         runs = max(MIN_SAMPLES, own.samples if own.has_run else 0)
         for other, costs in self._costs.items():
             is_deeper = other.depth > arm.depth and not (other.is_tree or arm.is_tree)
             if is_deeper and (known := costs.get(batch)) is not None and known.has_run and known.samples > runs:
-                found = min(found, self._at_expected_context(other, batch))
+                found = min(found, self._now(other, batch))
         return found
 
     def _now(self, arm: Arm, batch: int) -> float:
-        return self._at_expected_context(arm, batch) * self._by_context(arm, batch)
-
-    def _at_expected_context(self, arm: Arm, batch: int) -> float:
-        return math.exp(self._own(self._costs[arm][batch]) + self._pace.mean)
-
-    def _own(self, cost: _Cost) -> float:
-        """The part of its own, logarithm: whoever was in the way while it was measured may have gone since."""
-        if cost.expected is None:
-            return cost.mean
-        above = max(cost.mean - math.log(max(cost.expected, SHORTEST)), 0.0)
-        return cost.mean - above * (1 - math.exp((cost.measured_at - self.rounds) / REVERSION))
-
-    def _by_context(self, arm: Arm, batch: int) -> float:
-        """How many times as long a round takes with the contexts of now as with those that were expected."""
-        more = 0.0 if self.context is None else self.context - self._expected_context
-        known = [one for one in self._costs.get(arm, {}).items() if one[1].key_seconds is not None] if more else []
-        if not known:
-            return 1.0
-        _, nearest = min(known, key=lambda one: abs(math.log(one[0] / batch)))
-        assert nearest.expected is not None
-        assert nearest.key_seconds is not None
-        return max(1 + more * nearest.key_seconds / nearest.expected, LEAST_OF_CONTEXT)
-
-
-def _between(batch: int, low: tuple[int, float], high: tuple[int, float]) -> float:
-    """What lies between what belongs to two sizes."""
-    (below, least), (above, most) = low, high
-    return least if above == below else least + (most - least) * (batch - below) / (above - below)
+        cost = self._costs[arm][batch]
+        return cost.mean * math.exp(self._trend - cost.trend if cost.has_run else self._slower)
 
 
 class RoundCosts:
     """A table for each kind of round: sampling takes time too, and more of it the more drafts there are."""
 
     def __init__(self, *, host_overlaps: bool = True) -> None:
-        pace = Pace()
-        self.tables = {kind: CostTable(host_overlaps=host_overlaps, pace=pace) for kind in RequestKind}
+        self.tables = {kind: CostTable(host_overlaps=host_overlaps) for kind in RequestKind}
         self.latest = self.tables[RequestKind.GREEDY]  # of the kind of round that ran last
 
-    def add(self, kind: RequestKind, *, batch: int, arm: Arm, seconds: float, context: float) -> None:
-        """Learn how long a round took. All kinds of requests have the contexts of the latest round."""
+    def add(self, kind: RequestKind, *, batch: int, arm: Arm, seconds: float) -> None:
         self.latest = self.tables[kind]
-        self.latest.add(batch=batch, arm=arm, seconds=seconds, context=context)
-        for table in self.tables.values():
-            table.context = context
+        self.latest.add(batch=batch, arm=arm, seconds=seconds)

@@ -340,16 +340,10 @@ class LLMEngine:
             if report.admit is not None and admission is not None:
                 admission.observe_cost(report.batch, depth, report.admit, seconds, self._costs.tables[kind])
             elif report.verify == report.draft and not report.prompt_tokens:  # other rounds are not the cost of an arm
-                context = self._mean_keys(launch.batch.decoding)
-                self._costs.add(kind, batch=report.batch, arm=report.verify, seconds=seconds, context=context)
+                self._costs.add(kind, batch=report.batch, arm=report.verify, seconds=seconds)
             self._depth_policy.observe_round(arm=report.draft, seconds=seconds)
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")
-
-    def _mean_keys(self, requests: Sequence[Request]) -> float:
-        """The keys that a layer of the target reads for each of these requests, on average."""
-        length = sum(len(request.tokens) for request in requests) / len(requests)
-        return self.runner.state.target.config.mean_keys(length)
 
     def _take(self, result: RequestResult, now: float, batch: ScheduledBatch, is_observed: bool) -> RequestUpdate:
         request, drafted, accepted = result.request, result.drafted, result.accepted

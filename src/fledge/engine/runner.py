@@ -196,11 +196,11 @@ class Runner:
         return graphs is None or graphs.padded_round(_timed_round(batch, arm, kind)) in graphs.captured
 
     @torch.inference_mode()
-    def time_round(self, dummies: Sequence[Request], arm: Arm, kind: RequestKind, length: int) -> float:
-        """Time a round of dummy requests (`Scheduler.dummy_requests`) of this kind and length; return seconds."""
+    def time_round(self, dummies: Sequence[Request], arm: Arm, kind: RequestKind) -> float:
+        """Time a round of dummy requests (`Scheduler.dummy_requests`) as of this kind; return seconds."""
         state, batch = self.state, len(dummies)
         program = _timed_round(batch, arm, kind)
-        state.set_dummy_rows(batch, kind, length=length, drafts=arm.depth)
+        state.set_dummy_rows(batch, kind, length=dummies[0].max_length, drafts=arm.depth)
         if self.graphs is not None:
             stamps = self.graphs.round(program, dummies).stamps
         else:

@@ -25,10 +25,8 @@ from fledge.progress import timed
 _log = logging.getLogger("fledge.engine")
 
 TIMED_LENGTH = 128  # tokens of those whose rounds are timed
-LONG_LENGTH = 512  # and of those that tell what more keys add
 MEASURING_SECONDS = 3.0  # that warming up takes at most to learn what rounds cost
 MEASURED_ROUNDS = 6  # of each kind, size and arm; the first is left out
-LONG_ROUNDS = 4  # the same with long contexts, greedy ones only
 ENOUGH_SECONDS = 0.05  # for these, but for the first: if one takes longer, there is no other
 
 Progress = Callable[[int, int], None]  # how much is done, and of how much
@@ -59,16 +57,15 @@ def warm_up(
     rounds = [(batch, arm) for batch in sizes for arm in sorted(arms)] if len(arms) > 1 else []
     if rounds and cache is not None:
         cache.recall(costs)
-    known = {(one.batch, one.arm) for one in costs.latest.expectations()}
-    rounds = [one for one in rounds if one not in known]
+    rounds = [one for one in rounds if costs.latest.age(*one) is None]
     total = len(first) + len(rounds)
     with timed(_log, "graphs captured", len(first)):
         for done, program in enumerate(first):
             progress(done, total)
             assert graphs is not None
             graphs.capture(program)
-    longest = min(LONG_LENGTH, runner.state.max_length - runner.state.lookahead)
-    with timed(_log, "rounds timed") as stage, scheduler.dummy_requests(longest) as dummies:
+    length = min(TIMED_LENGTH, runner.state.max_length - runner.state.lookahead)
+    with timed(_log, "rounds timed") as stage, scheduler.dummy_requests(length) as dummies:
         runner.state.begin(dummies)
         runner.state.place_blocks(dummies)
         stage.count = measure(runner, costs, rounds, dummies, lambda done: progress(len(first) + done, total))
@@ -90,22 +87,17 @@ def measure(
     run correct it. Those that would run in a graph of another size are left out, and rounds of fewer drafts, which are
     only wanted once it is known how many stand. When time is up, one round with drafts is timed beside a plain one, and
     no kind but greedy ones: beside rounds that long, choosing tokens is little.
-
-    If there is time left, rounds with long contexts are timed too, those of many requests first: all arms of a size, or
-    none. Where the dummies are too many for the blocks and share some, theirs would be read from a cache.
     """
     started = time.perf_counter()
-    longest = dummies[0].max_length
-    length = min(TIMED_LENGTH, longest)
 
     def is_late() -> bool:
         return time.perf_counter() - started > MEASURING_SECONDS
 
     @functools.cache
-    def median(batch: int, arm: Arm, kind: RequestKind, length: int, most: int = MEASURED_ROUNDS) -> float:
-        took = [runner.time_round(dummies[:batch], arm, kind, length)]
-        while len(took) < most and sum(took[1:]) < ENOUGH_SECONDS:
-            took.append(runner.time_round(dummies[:batch], arm, kind, length))
+    def median(batch: int, arm: Arm, kind: RequestKind) -> float:
+        took = [runner.time_round(dummies[:batch], arm, kind)]
+        while len(took) < MEASURED_ROUNDS and sum(took[1:]) < ENOUGH_SECONDS:
+            took.append(runner.time_round(dummies[:batch], arm, kind))
         return statistics.median(took[1:])
 
     for done, (batch, arm) in enumerate(rounds):
@@ -119,19 +111,6 @@ def measure(
                 kind = RequestKind.SAMPLED_DRAFTS  # noqa: PLW2901 - the graphs are the same
             kind = RequestKind.GREEDY if is_late() else kind  # noqa: PLW2901
             if runner.is_ready_for(batch, arm, kind):
-                table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind, length))
-    timed_rounds = [one for one in costs.tables[RequestKind.GREEDY].expectations() if (one.batch, one.arm) in rounds]
-    for size in sorted({one.batch for one in timed_rounds}, reverse=True):
-        if longest < 2 * length or is_late() or not _own_blocks(dummies[:size]):
-            continue
-        for batch, arm, seconds, _ in timed_rounds:
-            if batch == size:
-                more = median(batch, arm, RequestKind.GREEDY, longest, LONG_ROUNDS) - seconds
-                for table in costs.tables.values():
-                    table.expect_context(batch=batch, arm=arm, context=length, key_seconds=more / (longest - length))
+                table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind))
     progress(len(rounds))
     return median.cache_info().misses
-
-
-def _own_blocks(requests: Sequence[Request]) -> bool:
-    return len({id(request.table) for request in requests}) == len(requests)

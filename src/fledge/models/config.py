@@ -40,12 +40,6 @@ class TargetConfig:
     def sliding_window(self, layer: int) -> int | None:
         return self.sliding_windows[layer] if self.sliding_windows else None
 
-    def mean_keys(self, length: float) -> float:
-        """How many keys a layer reads for a token after so many, on average over the layers: windows bound them."""
-        if not self.sliding_windows:
-            return length
-        return sum(length if one is None else min(length, one) for one in self.sliding_windows) / self.num_layers
-
     @property
     def default_aux_layer_ids(self) -> tuple[int, ...]:
         """A low, a middle and a high layer, as EAGLE-3, vLLM and SGLang choose them."""
